@@ -1,0 +1,113 @@
+"""The functions that a training script may call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torch_echo.errors import CaptureError, OptionError
+from torch_echo.options import Options
+from torch_echo.report.explanation import Explanation
+from torch_echo.report.summary import Summary
+from torch_echo.tape.session import Phase, Session
+
+__all__ = ["Handle", "apply", "explain"]
+
+
+class Handle:
+    """What :func:`apply` returns. Also a context manager: leaving it removes torch-echo from the model."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def report(self) -> Explanation:
+        """Peak before and after, by layer and kind; each decision with its reason. Prints as a table.
+
+        Raises CaptureError before the plan is made, which happens at the start of the third training step.
+        """
+        explanation = self._session.explanation()
+        if explanation is None:
+            raise CaptureError(
+                f"no plan yet: {self._session.iterations} training steps seen, the plan is made when the second is complete"
+            )
+        return explanation
+
+    def summary(self) -> Summary:
+        """Figures of the run so far: peaks in bytes, extra seconds, what was left to plain PyTorch."""
+        return self._session.summary()
+
+    def remove(self) -> None:
+        """Back to plain PyTorch. The model is as it ever was; a step under way ends as it began. Idempotent."""
+        self._session.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+def apply(
+    model: torch.nn.Module,
+    *,
+    memory_budget: int | float | str | None = None,
+    max_overhead: float | None = None,
+    policy: str = "echo",
+    cost: str = "measured",
+    on_infeasible: str = "raise",
+    strict: bool = False,
+) -> Handle:
+    """Train `model` in less memory: feature maps of its forward pass are dropped and rebuilt in backward, bit-exactly.
+
+    The first two training steps run as plain PyTorch (the second is recorded); from the third on the plan is in force. Only
+    the model's own forward pass is taped: loss code outside of it is not.
+
+    `memory_budget`: peak of the whole device to stay under: bytes, "8GiB", or a fraction of the device's memory; the plan with
+    the least extra time that fits is taken. `max_overhead`: fraction of a step's time that rebuilding may add (default 0.03 if
+    neither is given); the plan with the least memory is taken. `policy`: "echo", or "paper" for the rule of the Echo paper
+    (ISCA 2020). `cost`: op durations "measured" on this device or from an "analytic" model. `on_infeasible`: "raise"
+    BudgetInfeasible from the model's call after planning, or use the plan with the "least" peak. `strict`: make an error of
+    what would be left to plain PyTorch with a warning.
+
+    Raises OptionError for bad options, UnsupportedDevice for devices other than CPU and CUDA.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"model={model!r}: must be a torch.nn.Module")
+    options = Options(
+        memory_budget=memory_budget,
+        max_overhead=max_overhead,
+        policy=policy,  # type: ignore[arg-type]
+        cost=cost,  # type: ignore[arg-type]
+        on_infeasible=on_infeasible,  # type: ignore[arg-type]
+        strict=strict,
+    )
+    session = Session(options, name="apply")
+    session.watch(model)
+    return Handle(session)
+
+
+def explain(step: Callable[[], Any], **options: Any) -> Explanation:
+    """Run `step` three times (a whole training step: forward, backward, optimizer) and say what torch-echo would do about it.
+
+    The steps are real: parameters move. Options are those of :func:`apply`; nothing is dropped while explaining. Raises
+    CaptureError if no training step was seen, BudgetInfeasible if the budget can't be met.
+    """
+    session = Session(Options(**options), name="explain")
+    session.watch_all()
+    try:
+        while session.explanation() is None and session.iterations < 4 and session.phase is not Phase.OFF:
+            seen = session.iterations
+            step()
+            if session.iterations == seen:
+                raise CaptureError("the step called no module for training with gradients on, and ran no backward pass")
+        session.finish()
+        explanation = session.explanation()
+    finally:
+        session.close()
+    if explanation is None:
+        why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
+        raise CaptureError(f"the step could not be planned{': ' + why if why else ''}")
+    return explanation

@@ -1,0 +1,136 @@
+"""The command ``torch-echo``.
+
+The command line is only read here; what it asks for is done after click has returned, so that nothing of click stands
+between a script and the interpreter: no exception of the script is caught, no signal handled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from torch_echo.errors import GraphFileError, OptionError, TorchEchoError
+from torch_echo.launch import Target, fail, launch
+from torch_echo.options import Options
+
+__all__ = ["main"]
+
+_Action = Callable[[], None]
+_PLAN = (
+    click.option(
+        "--memory-budget", metavar="SIZE", help="Peak to stay under: 8GiB, or a fraction of the device (0.5)."
+    ),
+    click.option("--max-overhead", metavar="FRACTION", help="Time that rebuilding may add to a step; default 0.03."),
+    click.option("--policy", metavar="echo|paper", help="echo: minimum cut and search; paper: the rule of the paper."),
+    click.option(
+        "--on-infeasible",
+        metavar="raise|least",
+        help="Budget below what is reachable: an error, or the least reachable.",
+    ),
+)
+
+
+def _plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_PLAN):
+        command = option(command)
+    return command
+
+
+def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from torch_echo.report.files import package_version
+
+        click.echo(f"torch-echo {package_version()}")
+        ctx.exit()
+
+
+@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+def _cli() -> None:
+    """Train PyTorch models in less memory, without a change to their code."""
+
+
+@_cli.command(
+    "run",
+    options_metavar="[OPTIONS]",
+    context_settings={"allow_interspersed_args": False},
+    short_help="Run a training script in less memory.",
+)
+@_plan_options
+@click.option("--cost", metavar="measured|analytic", help="Where the durations of ops come from.")
+@click.option(
+    "--strict", is_flag=True, default=None, help="What can't be handled is an error, not left to plain PyTorch."
+)
+@click.option("--report", "report_file", metavar="FILE.json", help="Write the final report to this file too.")
+@click.option("-m", "module", is_flag=True, help="Run a module, as python -m does.")
+@click.argument("program", metavar="SCRIPT|MODULE [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def _run(program: tuple[str, ...], module: bool, report_file: str | None, **given: Any) -> _Action:
+    """Run a training script, unmodified, in less memory.
+
+    Everything after the script belongs to the script. Options can also be set in the environment
+    (TORCH_ECHO_MEMORY_BUDGET and so on); TORCH_ECHO=1 does the same for commands that can't be changed,
+    TORCH_ECHO=0 turns torch-echo off.
+    """
+    if not program:
+        what = "module" if module else "script"
+        raise click.UsageError(
+            f"no {what} given: torch-echo run [options] {'-m module' if module else 'script.py'} [args]"
+        )
+    options: Options | None = Options.from_env(os.environ, **_given(given))
+    if report_file is not None:
+        report_file = _writable(report_file)
+    if os.environ.get("TORCH_ECHO") == "0":
+        print("torch-echo: off, because TORCH_ECHO=0 is set: the script runs as plain PyTorch", file=sys.stderr)
+        options = None
+    target = Target(program[0], program[1:], module)
+    return lambda: launch(target, options, report_file=report_file)
+
+
+@_cli.command("explain", short_help="What would be done about a saved training graph.")
+@_plan_options
+@click.argument("graph_file", metavar="GRAPHFILE")
+def _explain(graph_file: str, **given: Any) -> None:
+    """Show where the memory of a saved training graph goes, and what would be kept and rebuilt with these options."""
+    options = Options.from_env({}, **_given(given))
+    from torch_echo.report.explanation import Explanation
+
+    try:
+        explanation = Explanation.of_file(graph_file, options)
+    except OSError as error:
+        raise GraphFileError(f"can't read the graph file {graph_file!r}: {error.strerror}") from error
+    click.echo(str(explanation), nl=False)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _writable(path: str) -> str:
+    """The absolute path of a file that is to be written at the end (the script may change folders), or an error now."""
+    path = os.path.abspath(path)
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise OptionError(f"--report: {path!r} is a folder: give the name of a file")
+    if not os.path.isdir(folder):
+        raise OptionError(f"--report: the folder {folder!r} does not exist")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"--report: no permission to write in the folder {folder!r}")
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``torch-echo`` and ``python -m torch_echo``; a user's mistake ends in one line and status 2."""
+    try:
+        result = _cli.main(args=argv, prog_name="torch-echo", standalone_mode=False)
+    except click.ClickException as error:
+        fail(error.format_message())
+    except TorchEchoError as error:
+        fail(error)
+    if callable(result):
+        result()
+    else:  # the command has done its work
+        raise SystemExit(result)

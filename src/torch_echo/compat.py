@@ -1,0 +1,334 @@
+"""Every private name of torch that torch-echo uses, in one place.
+
+Written against torch 2.11 to 2.14. A name that moves is mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = [
+    "MemoryEvent",
+    "MemoryProfile",
+    "NodeEvent",
+    "StorageWeakRef",
+    "TensorMode",
+    "alias",
+    "below_autograd",
+    "current_node",
+    "functorch_active",
+    "hooks_enabled",
+    "mark",
+    "mutated_arguments",
+    "no_dispatch",
+    "node_sequence",
+    "pop_hooks",
+    "pop_mode",
+    "profiler_running",
+    "push_hooks",
+    "push_mode",
+    "sequence_number",
+    "storage_key",
+    "version_token",
+    "top_hooks",
+]
+
+CPU = torch.device("cpu")
+
+push_mode = torch._C._push_on_torch_dispatch_stack
+
+
+def pop_mode() -> Any:
+    """Take the innermost dispatch mode off this thread's stack and return it."""
+    return torch._C._pop_torch_dispatch_stack(None)
+
+
+def top_mode() -> Any:
+    """The innermost dispatch mode of this thread, or None."""
+    n = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(n - 1) if n else None
+
+
+def take_mode(mode: Any) -> None:
+    """Take `mode` off this thread's stack, out from under modes that were entered after it."""
+    above = []
+    while (top := pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        push_mode(other)
+
+
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+
+
+def top_hooks() -> tuple[Any, Any] | None:
+    """The innermost pair of saved-tensor hooks of this thread, or None."""
+    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top
+
+
+no_dispatch = torch._C._DisableTorchDispatch
+"""While an instance lives, no dispatch mode of this thread is called."""
+
+sequence_number = torch._C._autograd._get_sequence_nr
+"""The number that the next autograd node of this thread gets."""
+
+current_node = torch._C._current_autograd_node
+"""The autograd node that the engine is running on this thread, or None."""
+
+
+def node_sequence(node: Any) -> int:
+    """Sequence number of an autograd node."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage; unique as long as the storage or a StorageWeakRef to it lives. -1: it has none."""
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse and nested layouts, functorch wrappers
+        return -1
+    return key
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor object on the same storage and version counter, without autograd history."""
+    guard = no_dispatch()
+    try:
+        return tensor.detach()
+    finally:
+        del guard
+
+
+def version_token(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that shares the version counter of `tensor`."""
+    guard = no_dispatch()
+    try:
+        token = tensor.detach()
+        empty = _EMPTY.get((token.dtype, token.device))
+        token.data = _empty(token) if empty is None else empty
+        return token
+    finally:
+        del guard
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    empty = _EMPTY[like.dtype, like.device] = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty
+
+
+def functorch_active() -> bool:
+    """Is this thread inside a functorch transform (vmap, grad, …)?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class TensorMode(torch.utils._python_dispatch.TorchDispatchMode):
+    """Base of torch-echo's dispatch modes.
+
+    PyTorch wraps the ``__torch_dispatch__`` of a mode in two more Python frames so that Dynamo skips it (4 µs an op);
+    ours are never on the stack where Dynamo compiles.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+@contextmanager
+def below_autograd() -> Any:
+    """Run ops as they ran when the tape saw them: below autograd, autocast, dispatch modes and saved-tensor hooks."""
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST), torch._C._AutoDispatchBelowAutograd():
+        guard = no_dispatch()
+        try:
+            yield
+        finally:
+            del guard
+
+
+def mutated_arguments(func: Any) -> tuple[int | str, ...]:
+    """Positions (or names, for keyword-only arguments) of the arguments that `func`'s schema says it writes."""
+    found: list[int | str] = []
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            found.append(arg.name if arg.kwarg_only else i)
+    return tuple(found)
+
+
+def is_nondeterministic(func: Any) -> bool:
+    """Does the op draw random numbers (from a generator)?"""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+# --- entries -----------------------------------------------------------------------------------------------------------
+
+
+def module_call() -> Callable[..., Any]:
+    """What ``module(...)`` runs at present."""
+    call: Callable[..., Any] = torch.nn.Module.__call__
+    return call
+
+
+def set_module_call(call: Callable[..., Any]) -> None:
+    """Make ``module(...)`` run `call`, for every module of the process."""
+    torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def wrap_backward(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Wrap the function through which ``backward`` and ``grad`` enter the autograd engine; returns the undo.
+
+    The wrapped function takes (outputs, grad_outputs, retain_graph, create_graph, inputs, …).
+    """
+    original = torch.autograd.graph._engine_run_backward
+    wrapped = wrapper(original)
+    torch.autograd.graph._engine_run_backward = wrapped
+    torch.autograd._engine_run_backward = wrapped  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        torch.autograd.graph._engine_run_backward = original
+        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+    return undo
+
+
+def wrap_hooks_disabled(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Wrap the context manager by which functorch transforms refuse saved-tensor hooks; returns the undo."""
+    original = torch.autograd.graph.disable_saved_tensors_hooks
+    torch.autograd.graph.disable_saved_tensors_hooks = wrapper(original)
+
+    def undo() -> None:
+        torch.autograd.graph.disable_saved_tensors_hooks = original
+
+    return undo
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Is a call of this module a call of ``torch.compile``'s result?"""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+# --- memory events -----------------------------------------------------------------------------------------------------
+
+
+class MemoryEvent:
+    """An allocation (positive) or free (negative) of `nbytes` at address `ptr`."""
+
+    __slots__ = ("nbytes", "ptr", "time")
+
+    def __init__(self, time: int, ptr: int, nbytes: int) -> None:
+        self.time, self.ptr, self.nbytes = time, ptr, nbytes
+
+
+class NodeEvent:
+    """One autograd node as the engine ran it."""
+
+    __slots__ = ("end", "name", "sequence", "start")
+
+    def __init__(self, start: int, end: int, name: str, sequence: int) -> None:
+        self.start, self.end, self.name, self.sequence = start, end, name, sequence
+
+
+class MemoryProfile:
+    """Records the allocations of this process, and the autograd nodes that run, between ``start`` and ``stop``."""
+
+    MARK = 1031
+    """Bytes of the block that :func:`mark` allocates: a size that nothing else is likely to have."""
+
+    def __init__(self) -> None:
+        _quiet_profiler()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
+
+    def start(self) -> None:
+        """Begin. Raises RuntimeError if a profiler is running already."""
+        self._profile.start()
+
+    def stop(self) -> None:
+        """End; the events can be read afterwards."""
+        self._profile.stop()
+
+    def events(self, device: torch.device) -> tuple[list[MemoryEvent], list[MemoryEvent], list[NodeEvent]]:
+        """(events of `device`, events of the CPU, nodes), each in order of time."""
+        profiler: Any = self._profile.profiler
+        stack = list(profiler.kineto_results.experimental_event_tree())[::-1]
+        memory: list[MemoryEvent] = []
+        host: list[MemoryEvent] = []
+        nodes: list[NodeEvent] = []
+        prefix = "autograd::engine::evaluate_function: "
+        while stack:
+            event = stack.pop()
+            if event.tag == _EventType.Allocation:
+                extra = event.extra_fields
+                item = MemoryEvent(event.start_time_ns, extra.ptr, extra.alloc_size)
+                if extra.device.type == "cpu":
+                    host.append(item)
+                if extra.device.type == device.type:
+                    memory.append(item)
+            elif event.tag == _EventType.TorchOp:
+                name = event.name
+                if name.startswith(prefix):
+                    number = event.extra_fields.sequence_number
+                    nodes.append(NodeEvent(event.start_time_ns, event.end_time_ns, name[len(prefix) :], number))
+            stack.extend(reversed(event.children))
+        memory.sort(key=lambda e: e.time)
+        host.sort(key=lambda e: e.time)
+        nodes.sort(key=lambda e: e.start)
+        return memory, host, nodes
+
+
+@functools.cache
+def _quiet_profiler() -> None:
+    """Have the profiler's own lines out of the way, once per process.
+
+    kineto logs each start and stop; the CPU allocator warns, once, of the first free of a block older than the profile.
+    Both go straight to file descriptor 2, so the warning is drawn while that is closed off.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    old = torch.UntypedStorage(MemoryProfile.MARK)
+    sys.stderr.flush()
+    keep = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True):
+            del old
+    finally:
+        os.dup2(keep, 2)
+        os.close(keep)
+        os.close(null)
+
+
+def mark() -> None:
+    """Leave a mark in the stream of memory events: an allocation of MemoryProfile.MARK bytes, freed at once."""
+    torch.UntypedStorage(MemoryProfile.MARK)
+
+
+def profiler_running() -> bool:
+    """Is a profiler active, so that a second one cannot start?"""
+    running: bool = torch.autograd._profiler_enabled()
+    return running

@@ -1,0 +1,38 @@
+"""How long an op takes on this device: measured, or estimated from its FLOPs and bytes.
+
+===================  ======================================================
+``_spec``            description of an op call, and made-up arguments for it
+``_flops``           FLOPs, bytes and elements of a call
+``_measured``        durations by running
+``_analytic``        durations by a calibrated roofline
+``_cache``           the file that keeps both
+``_model``           the interface, and the models by name
+===================  ======================================================
+"""
+
+from torch_echo.cost._analytic import AnalyticCost
+from torch_echo.cost._cache import CostCache, cache_folder, device_key
+from torch_echo.cost._flops import Work, work_of
+from torch_echo.cost._measured import MeasuredCost, measure
+from torch_echo.cost._model import COST_MODELS, CostModel, get_cost_model
+from torch_echo.cost._spec import Literal, OpSpec, SpecError, TensorSpec, materialize, spec_of
+
+__all__ = [
+    "COST_MODELS",
+    "AnalyticCost",
+    "CostCache",
+    "CostModel",
+    "Literal",
+    "MeasuredCost",
+    "OpSpec",
+    "SpecError",
+    "TensorSpec",
+    "Work",
+    "cache_folder",
+    "device_key",
+    "get_cost_model",
+    "materialize",
+    "measure",
+    "spec_of",
+    "work_of",
+]

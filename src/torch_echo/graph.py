@@ -1,0 +1,231 @@
+"""The training graph: one training iteration as plain data.
+
+This module is the common language of the package. The engines write a :class:`TrainingGraph`; the footprint replay and the
+planner read it. It knows nothing of torch.
+
+Time inside a graph is counted in *ticks*: integers that number the events of the iteration in order (an allocation, a free,
+a mark). ``0 <= tick < graph.ticks``. A tick of -1 means "before the iteration", ``graph.ticks`` means "after it".
+All sizes are bytes, all durations seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+__all__ = ["BackwardPass", "Kind", "Op", "OpClass", "Phase", "Save", "Storage", "TrainingGraph", "Trait", "Value"]
+
+
+class Kind(IntEnum):
+    """What the bytes of a storage are."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    INPUT = 2
+    FEATURE_MAP = 3
+    GRADIENT = 4
+    OPTIMIZER_STATE = 5
+    RNG_STATE = 6
+    TEMPORARY = 7
+    OUTPUT = 8
+
+
+class Phase(IntEnum):
+    """Where in the iteration an op runs."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    OTHER = 2
+
+
+class Trait(IntFlag):
+    """Properties of an op that restrict what may be done with it."""
+
+    NONE = 0
+    RANDOM = 1
+    """Draws from a generator: re-running it needs the generator's state from before the draw."""
+    MUTATES = 2
+    """Writes into a storage that existed before it."""
+    KEEP = 4
+    """Must not be re-run (effectful, nondeterministic, collective, or unknown)."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """A block of device memory. Versions of its contents are :class:`Value` objects."""
+
+    nbytes: int
+    kind: Kind
+    layer: str
+    """Module path in which it was allocated; "" outside modules."""
+    alloc: int
+    """Tick of its allocation; -1 when it is older than the iteration."""
+    free: int
+    """Tick at which it is freed when every feature map is kept (eager PyTorch); ``graph.ticks`` when it outlives the iteration."""
+    held: int = -1
+    """Tick of the release of the last reference that is not autograd's: the script's locals, lists, attributes, outputs.
+    Dropping the storage frees nothing before this tick. Only known (>= 0) for storages that have values."""
+
+
+@dataclass(slots=True)
+class Value:
+    """The contents of a storage at one version."""
+
+    storage: int
+    version: int
+    producer: int
+    """Op that makes it; -1 for what exists before the iteration (parameters, inputs) or comes from an unobserved op."""
+    keepable: bool = True
+    """False when a later op of the forward pass overwrites it, so that it cannot be kept until backward."""
+
+
+@dataclass(slots=True)
+class Op:
+    """One kernel call of the forward pass, or one autograd node of the backward pass."""
+
+    name: str
+    layer: str
+    phase: Phase
+    cls: int
+    """Index into ``graph.classes``."""
+    instance: int
+    """How many ops of the same class ran before it in this iteration."""
+    start: int
+    end: int
+    """First and last tick of the op."""
+    reads: tuple[int, ...] = ()
+    """Values whose contents it reads (a view's reader reads the storage's value)."""
+    writes: tuple[int, ...] = ()
+    """Values that it makes, in the order of its outputs."""
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes_moved: int = 0
+    workspace: int = 0
+    """Bytes above (live at entry + all of its outputs) at the worst moment inside the op."""
+    traits: Trait = Trait.NONE
+
+
+@dataclass(slots=True)
+class Save:
+    """One tensor that autograd saves in the forward pass: a packed handle."""
+
+    value: int
+    pack: int
+    """Tick at which it is saved."""
+    unpack: int
+    """Tick at which backward first reads it; -1 if it never does."""
+    release: int
+    """Tick at which its node lets it go."""
+    reader: int
+    """Backward op that reads it; -1 if none."""
+    layer: str = ""
+    """Module path in which it was packed."""
+
+
+@dataclass(slots=True)
+class OpClass:
+    """Ops at the same place in the code: the steps of a loop are instances of one class."""
+
+    name: str
+    layer: str
+    site: tuple[int, ...] = ()
+    """Identifies the call site within the module; opaque to the planner."""
+
+
+@dataclass(slots=True)
+class BackwardPass:
+    """One run of the autograd engine."""
+
+    start: int
+    end: int
+    keeps_graph: bool = False
+    """With ``retain_graph`` rebuilt values stay until the end of the pass, and recipes stay for the next one."""
+
+
+@dataclass
+class TrainingGraph:
+    """One training iteration: ops in the order they ran, values, storages, what autograd saved.
+
+    ``ops`` of the forward pass come first in execution order; backward ops follow in theirs.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    classes: list[OpClass] = field(default_factory=list)
+    passes: list[BackwardPass] = field(default_factory=list)
+    ticks: int = 0
+    base_bytes: int = 0
+    """Bytes alive on the device before the iteration that no storage of the graph accounts for."""
+    step_seconds: float = 0.0
+    """Duration of the whole iteration (forward, backward, optimizer) without recomputation."""
+    rerun_overhead: float = 0.0
+    """Seconds that re-running one op costs beyond its kernel."""
+    rng_state_bytes: int = 5056
+    """Bytes of a generator's state, pinned by each dropped random value from its draw to its rebuild."""
+    meta: dict[str, str] = field(default_factory=dict)
+    """Provenance: device, versions."""
+
+    def check(self) -> None:
+        """Raise ValueError naming the first inconsistency. Cost: linear."""
+        for i, v in enumerate(self.values):
+            if not 0 <= v.storage < len(self.storages):
+                raise ValueError(f"value {i}: storage {v.storage} does not exist")
+            if not -1 <= v.producer < len(self.ops):
+                raise ValueError(f"value {i}: producer {v.producer} does not exist")
+            if v.producer >= 0 and i not in self.ops[v.producer].writes:
+                raise ValueError(f"value {i}: op {v.producer} does not write it")
+        for i, op in enumerate(self.ops):
+            if not 0 <= op.start <= op.end <= self.ticks:
+                raise ValueError(f"op {i} ({op.name}): ticks {op.start}..{op.end} are outside the iteration or reversed")
+            for r in op.reads:
+                if not 0 <= r < len(self.values):
+                    raise ValueError(f"op {i} ({op.name}): reads value {r}, which does not exist")
+                if self.values[r].producer >= i:
+                    raise ValueError(f"op {i} ({op.name}): reads value {r} before op {self.values[r].producer} makes it")
+            for w in op.writes:
+                if not 0 <= w < len(self.values) or self.values[w].producer != i:
+                    raise ValueError(f"op {i} ({op.name}): writes value {w}, which names another producer")
+        for i, s in enumerate(self.storages):
+            if s.nbytes < 0 or not -1 <= s.alloc <= s.free <= self.ticks:
+                raise ValueError(f"storage {i}: {s.nbytes} bytes alive from tick {s.alloc} to {s.free}")
+        for i, save in enumerate(self.saves):
+            if not 0 <= save.value < len(self.values):
+                raise ValueError(f"save {i}: value {save.value} does not exist")
+            if not save.pack <= save.release <= self.ticks:
+                raise ValueError(f"save {i}: packed at tick {save.pack}, released at {save.release}")
+
+    def nbytes(self, value: int) -> int:
+        """Bytes of the storage behind a value."""
+        return self.storages[self.values[value].storage].nbytes
+
+    def droppable(self) -> list[bool]:
+        """For every value: may it be dropped and rebuilt?
+
+        Yes if it was made in this forward pass by ops that may be re-run, in a storage allocated in the pass (an in-place op
+        on a parameter or buffer is never re-run).
+        """
+        ok = [False] * len(self.values)
+        for i, v in enumerate(self.values):
+            if v.producer < 0:
+                continue
+            op = self.ops[v.producer]
+            own = all(self.storages[self.values[w].storage].alloc >= 0 for w in op.writes)
+            ok[i] = op.phase == Phase.FORWARD and not op.traits & Trait.KEEP and own
+        return ok
+
+    def chain(self, values: Iterable[int]) -> set[int]:
+        """`values` and every earlier version of their storages that an in-place op builds on."""
+        closed: set[int] = set()
+        todo = list(values)
+        while todo:
+            v = todo.pop()
+            if v in closed or self.values[v].producer < 0:
+                continue
+            closed.add(v)
+            for r in self.ops[self.values[v].producer].reads:
+                if self.values[r].storage == self.values[v].storage:
+                    todo.append(r)
+        return closed

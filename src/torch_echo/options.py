@@ -1,0 +1,151 @@
+"""The options of torch-echo, checked in one place for the API, the command line and the environment."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+
+from torch_echo.errors import OptionError
+from torch_echo.units import parse_budget
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DEFAULT_MAX_OVERHEAD", "Cost", "OnInfeasible", "Options", "Policy"]
+
+Policy = Literal["echo", "paper"]
+Cost = Literal["measured", "analytic"]
+OnInfeasible = Literal["raise", "least"]
+
+DEFAULT_MAX_OVERHEAD = 0.03
+"""Used where neither `memory_budget` nor `max_overhead` is set."""
+
+_PREFIX = "TORCH_ECHO_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asks for. Raises :class:`OptionError`, naming the option, the value and what is allowed."""
+
+    memory_budget: int | float | str | None = None
+    """Peak to stay under, everything on the device included: bytes, "8GiB", or a fraction of the device's memory (of
+    the machine's on CPU). The plan with the least extra time that fits is taken."""
+    max_overhead: float | None = None
+    """Fraction of a step's time that rebuilding may add, at least 0. The plan with the least memory is taken."""
+    policy: Policy = "echo"
+    """"echo": minimum cuts and a search judged by the replayed footprint. "paper": the rule of the Echo paper."""
+    cost: Cost = "measured"
+    """Where the durations of ops come from: "measured" on this device, or an "analytic" estimate."""
+    on_infeasible: OnInfeasible = "raise"
+    """A budget below the least reachable peak: "raise" BudgetInfeasible, or take the plan with the "least" peak."""
+    strict: bool = False
+    """Make an error of what can't be handled, instead of running it as plain PyTorch with a warning."""
+
+    def __post_init__(self) -> None:
+        if self.memory_budget is not None:
+            _check_budget(self.memory_budget)
+        if self.max_overhead is not None:
+            _check_overhead(self.max_overhead)
+        if self.memory_budget is not None and self.max_overhead is not None:
+            raise OptionError(
+                f"memory_budget={self.memory_budget!r} and max_overhead={self.max_overhead!r} contradict each other: "
+                "set one of them"
+            )
+        _check_choice("policy", self.policy, get_args(Policy))
+        _check_choice("cost", self.cost, get_args(Cost))
+        _check_choice("on_infeasible", self.on_infeasible, get_args(OnInfeasible))
+        if not isinstance(self.strict, bool):
+            _reject("strict", self.strict, "True or False")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], **overrides: Any) -> Options:
+        """Options from ``TORCH_ECHO_MEMORY_BUDGET``, ``TORCH_ECHO_MAX_OVERHEAD`` and so on; empty means not set.
+
+        `overrides` (values, or text as on a command line) win over the environment; an overhead given there also wins
+        over a budget in the environment, and the other way round.
+        """
+        given: dict[str, Any] = {}
+        for name in _NAMES:
+            text = environ.get(_PREFIX + name.upper(), "").strip()
+            if text:
+                given[name] = text
+        if overrides.keys() & {"memory_budget", "max_overhead"}:
+            given.pop("memory_budget", None)
+            given.pop("max_overhead", None)
+        given.update(overrides)
+        if isinstance(given.get("max_overhead"), str):
+            given["max_overhead"] = _number("max_overhead", given["max_overhead"])
+        if isinstance(given.get("strict"), str):
+            given["strict"] = _truth("strict", given["strict"])
+        return cls(**given)
+
+    def budget_bytes(self, device: torch.device) -> int | None:
+        """The memory budget in bytes on `device`; None without one."""
+        return self.budget_for(_memory_of(device) if self.memory_budget is not None else None)
+
+    def budget_for(self, device_memory: int | None) -> int | None:
+        """The memory budget in bytes on a device with so much memory (None: not known); None without a budget."""
+        return None if self.memory_budget is None else parse_budget(self.memory_budget, device_memory)
+
+    def to_env(self) -> dict[str, str]:
+        """The environment variables that stand for these options; `from_env` reads them back. Defaults are left out."""
+        env = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                env[_PREFIX + field.name.upper()] = ("1" if value else "0") if field.name == "strict" else str(value)
+        return env
+
+
+_NAMES = tuple(field.name for field in fields(Options))
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _reject(option: str, value: object, allowed: str) -> NoReturn:
+    raise OptionError(f"{option}={value!r}: must be {allowed}")
+
+
+def _check_choice(option: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        _reject(option, value, " or ".join(repr(each) for each in allowed))
+
+
+def _check_overhead(value: object) -> None:
+    allowed = "a fraction of the step's time, 0 or more (0.05 is 5%)"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        _reject("max_overhead", value, allowed)
+    if not 0 <= value < math.inf:  # also refuses nan
+        _reject("max_overhead", value, allowed)
+
+
+def _check_budget(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        _reject(
+            "memory_budget", value, 'bytes, a size as in "8GiB", or a fraction of the device\'s memory between 0 and 1'
+        )
+    parse_budget(value, 1 << 40)
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        _reject(option, text, "a number, 0 or more (0.05 is 5%)")
+
+
+def _truth(option: str, text: str) -> bool:
+    word = text.lower()
+    if word not in _TRUE + _FALSE:
+        _reject(option, text, f"one of {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE

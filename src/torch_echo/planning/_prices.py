@@ -1,0 +1,108 @@
+"""What keeping a value costs: prices for the minimum cut.
+
+A kept value occupies bytes from its allocation to its last use; a dropped one until the script lets go of it, and again from
+its rebuild on. Only the difference can be saved, so only the difference is charged. When a value would be rebuilt depends on
+what else is dropped; the lifetimes here are estimates from the graph alone, and the replay judges what comes out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_echo.planning._cut import MinCut
+
+__all__ = ["Prices"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+class Prices:
+    """Lifetimes of the values of one graph, and prices made from them. Cost: linear, once."""
+
+    def __init__(self, cut: MinCut) -> None:
+        r = cut.replayer
+        graph = r.graph
+        self.cut, self.replayer = cut, r
+        n = r.n_values
+        never = graph.ticks + 1
+        unpack = np.full(n, never, np.int64)
+        release = np.full(n, -1, np.int64)
+        for save in graph.saves:
+            if save.unpack >= 0:
+                unpack[save.value] = min(unpack[save.value], save.unpack)
+                release[save.value] = max(release[save.value], save.release)
+        self.first_unpack, self.last_release = unpack, release
+
+        # Until when a record that reads v holds it: its op re-runs when backward first wants one of its outputs; an output that
+        # is not saved is wanted when the last of its own readers re-runs at the latest.
+        first: list[int] = unpack.tolist()
+        pinned = [-1] * n
+        for o in cut.ops[::-1].tolist():
+            rerun = -1
+            for w in graph.ops[o].writes:
+                rerun = max(rerun, first[w] if first[w] < never else pinned[w])
+            for x in graph.ops[o].reads:
+                pinned[x] = max(pinned[x], rerun)
+        s = r.v_storage
+        self.alloc, self.held = r.s_alloc[s], r.s_held[s]
+        last_use = np.maximum(release, np.array(pinned, np.int64))
+        self.kept_until = np.maximum(r.s_free[s], last_use)
+        outlives = (self.alloc < 0) | (r.s_free[s] >= graph.ticks) | (self.held >= last_use)
+        self.free = outlives & cut.keepable
+        """Values that are there anyway for as long as backward can need them."""
+        self.nbytes = np.where(self.free, 0, r.s_bytes[s]).astype(np.float64)
+        producer = np.maximum(r.v_producer, -1)
+        self.position = producer
+        """Place along the forward order."""
+
+    def uniform(self, seconds_per_byte: float) -> FloatArray:
+        """The same price for every byte."""
+        return self.nbytes * seconds_per_byte
+
+    def along(self, before: float, after: float, position: int) -> FloatArray:
+        """One price for values made before `position` in the forward order, another from there on."""
+        return self.nbytes * np.where(self.position < position, before, after)
+
+    def waists(self, seconds_per_byte: float, mask: Mask, segments: int, window: float) -> FloatArray:
+        """The uniform price, but what the plan `mask` keeps becomes dear, except in a window (a fraction of a stretch) at the
+        end of each of `segments` stretches: those are rebuilt one at a time, from what is kept between them."""
+        values = self.cut.values
+        kept = values[~mask[values] & (self.nbytes[values] > 0) & self.cut.rebuildable[values]]
+        places, rank = np.unique(self.position[kept], return_inverse=True)
+        within = rank * segments / max(1, len(places)) % 1.0
+        rate = np.full(len(self.nbytes), seconds_per_byte)
+        rate[kept[within < 1.0 - max(window, 0.5 * segments / max(1, len(places)))]] *= 100
+        return self.nbytes * rate
+
+    def charged(self, tick: int) -> Mask:
+        """Values that are alive at `tick` if kept, and not if dropped."""
+        kept = (self.alloc <= tick) & (tick < self.kept_until)
+        rebuilt = (self.first_unpack <= tick) & (tick < self.last_release)
+        return kept & (tick >= self.held) & ~rebuilt
+
+    def at_moments(self, weights: dict[int, float], seconds_per_byte: float) -> FloatArray:
+        """Bytes are charged for the moments (ticks) that they live through, by weight."""
+        total = np.zeros(len(self.nbytes))
+        for tick, weight in weights.items():
+            total[self.charged(tick)] += weight
+        return self.nbytes * total * seconds_per_byte
+
+    def early_rebuilds(self, mask: Mask, tick: int, seconds_per_byte: float) -> FloatArray:
+        """Per op: a charge for re-running it early. Under the plan `mask`, a value that backward itself reads only after
+        `tick` but that a reader's rebuild brings back before is charged to that reader."""
+        charge = np.zeros(self.replayer.n_ops)
+        records, _, _ = self.replayer.records(mask)
+        reads, owner = self.replayer.reads_of(records)
+        rerun_at = self._rerun_at(records)
+        early = mask[reads] & (self.first_unpack[reads] > tick) & (tick < self.last_release[reads])
+        early &= rerun_at[owner] <= tick
+        np.add.at(charge, records[owner[early]], self.nbytes[reads[early]] * seconds_per_byte)
+        return charge
+
+    def _rerun_at(self, records: IntArray) -> IntArray:
+        ops = self.replayer.graph.ops
+        first = self.first_unpack
+        return np.array([min((int(first[w]) for w in ops[o].writes), default=0) for o in records.tolist()], np.int64)

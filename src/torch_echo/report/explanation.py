@@ -1,0 +1,63 @@
+"""What a plan does and why, as one object: it prints as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_echo.footprint import Footprint
+from torch_echo.graph import TrainingGraph
+from torch_echo.planning import Plan
+
+if TYPE_CHECKING:
+    from torch_echo.options import Options
+
+__all__ = ["Explanation"]
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """A training graph, a plan for it, and the footprint without and with the plan. ``str()`` gives the table."""
+
+    graph: TrainingGraph
+    """The training iteration that was recorded."""
+    plan: Plan
+    """What is dropped and rebuilt, with the reason for each decision."""
+    before: Footprint
+    """The replay with every feature map kept."""
+    after: Footprint
+    """The replay under the plan."""
+
+    @classmethod
+    def of_file(cls, path: str | Path, options: Options) -> Explanation:
+        """Plan the graph in a file with these options. Raises GraphFileError, BudgetInfeasible or OptionError."""
+        from torch_echo.footprint import Replayer
+        from torch_echo.graphio import load_graph
+        from torch_echo.planning import plan
+
+        graph = load_graph(path)
+        made = plan(
+            graph,
+            budget=options.budget_for(_device_memory(graph)),
+            max_overhead=options.max_overhead,
+            policy=options.policy,
+            on_infeasible=options.on_infeasible,
+        )
+        replayer = Replayer(graph)
+        return cls(graph, made, replayer.replay(), replayer.replay(made.dropped))
+
+    def __str__(self) -> str:
+        from torch_echo.report.tables import render_explanation
+
+        return render_explanation(self.graph, self.plan, self.before, self.after)
+
+    def __repr__(self) -> str:
+        peaks = f"peak {self.after.peak} instead of {self.before.peak} bytes"
+        return f"<{type(self).__name__}: {peaks}; print it for the table>"
+
+
+def _device_memory(graph: TrainingGraph) -> int | None:
+    """Memory of the device that the graph was recorded on, where the file says so."""
+    text = graph.meta.get("device_memory", "")
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,33 @@
+"""What a run of the tape engine did, as plain data: the engine fills it in, the reporters read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Summary"]
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """One run over its whole life; sizes in bytes, durations in seconds per step."""
+
+    steps: int = 0
+    """Training steps seen."""
+    measured_peak: int | None = None
+    """The allocator's highest peak of a step under the plan: the whole device. None where no step was measured."""
+    eager_peak: int | None = None
+    """What that peak would have been with every feature map kept."""
+    predicted_peak: int | None = None
+    """What the plan said that the peak would be."""
+    base_bytes: int = 0
+    """Bytes under every peak that no plan can change: parameters and optimizer state."""
+    extra_seconds: float | None = None
+    """Estimated time that rebuilding adds to a step."""
+    step_seconds: float | None = None
+    """Duration of a step without rebuilding."""
+    rebuilt: list[tuple[str, int, int]] = field(default_factory=list)
+    """(layer, bytes, values) dropped and rebuilt in a step."""
+    unhandled: list[tuple[str, str, str]] = field(default_factory=list)
+    """(what, why, where) was left to plain PyTorch; `where` is "file:line", or "" where no line is to blame."""
+    plan_notes: list[str] = field(default_factory=list)
+    """Remarks of the planner, one line each."""

@@ -1,0 +1,262 @@
+"""From a watched iteration to a :class:`TrainingGraph`.
+
+One walk over the allocator's events in order. Each event is a tick; the recorder's marks among them say where ops begin and
+end, what autograd saves, reads and lets go, and when the script's own references die.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_echo import compat
+from torch_echo.cost import CostModel, work_of
+from torch_echo.errors import CaptureError
+from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
+from torch_echo.tape._record import OpCall, Recorder
+
+__all__ = ["build"]
+
+_SLACK = 8
+"""Ticks between the release of the last reference to a storage and the event of its free: other handles of the same node."""
+
+
+@dataclass
+class _Walk:
+    """State of the walk over the events."""
+
+    graph: TrainingGraph
+    storage: dict[int, int] = field(default_factory=dict)
+    """Graph storage of each recorded storage."""
+    value: dict[int, int] = field(default_factory=dict)
+    """Current value of each recorded storage."""
+    open: dict[int, int] = field(default_factory=dict)
+    """Graph storage of each live block, by address."""
+    live: int = 0
+    ops: dict[int, Op] = field(default_factory=dict)
+    """Graph op of each recorded call, by identity of the call."""
+    died: dict[int, int] = field(default_factory=dict)
+    """Tick of the death of the last tensor object, by recorded storage."""
+
+
+def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
+    """The training graph of the iteration that `recorder` watched.
+
+    Ops get the seconds of `cost`, or what they took while watched. Raises CaptureError if marks and allocations don't match.
+    """
+    memory, host, nodes = recorder.events()
+    marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
+    if len(marks) != len(recorder.marks):
+        raise CaptureError(f"{len(marks)} marks among the allocations, {len(recorder.marks)} expected")
+    events = [(e.time, 0, e.ptr, e.nbytes) for e in memory if abs(e.nbytes) != compat.MemoryProfile.MARK or recorder.device.type != "cpu"]
+    events += [(e.time, 1, i, 0) for i, e in enumerate(marks)]
+    events.sort(key=lambda e: e[0])
+    times = [e[0] for e in events]
+    graph = TrainingGraph(ticks=len(events))
+    walk = _Walk(graph)
+    classes: dict[tuple[str, tuple[int, ...]], int] = {}
+    counts: list[int] = []
+    saves: list[Save] = [Save(-1, -1, -1, len(events), -1, s.layer) for s in recorder.saved]
+    sequences: dict[int, int] = {}
+    keep_graph: list[BackwardPass] = []
+    inside: Op | None = None
+    entry = top = 0
+    for tick, (_, is_mark, ptr, nbytes) in enumerate(events):
+        if not is_mark:
+            if nbytes > 0:
+                walk.open[ptr] = len(graph.storages)
+                graph.storages.append(Storage(nbytes, Kind.TEMPORARY, "", tick, len(events)))
+            else:
+                block = walk.open.pop(ptr, None)
+                if block is None:
+                    raise CaptureError("a block was freed that was not allocated in the iteration")
+                graph.storages[block].free = tick
+            walk.live += nbytes
+            top = max(top, walk.live)
+            continue
+        mark = recorder.marks[ptr]
+        if mark.what == "op":
+            inside = _begin(walk, recorder, mark.payload, tick, classes, counts)
+            entry = top = walk.live
+        elif mark.what == "end":
+            assert inside is not None
+            inside.end = tick
+            _finish(walk, recorder, mark.payload, inside, top - entry, cost)
+            sequences.setdefault(mark.payload.sequence, len(graph.ops) - 1)
+            inside = None
+        elif mark.what == "pack":
+            save = saves[mark.payload]
+            save.value = _value(walk, recorder, recorder.saved[mark.payload].storage)
+            save.pack = tick
+        elif mark.what == "unpack":
+            index, _ = mark.payload
+            if saves[index].unpack < 0:
+                saves[index].unpack = tick
+        elif mark.what == "release":
+            saves[mark.payload].release = tick
+        elif mark.what == "death":
+            walk.died[mark.payload] = tick
+        elif mark.what == "backward":
+            keep_graph.append(BackwardPass(tick, tick, bool(mark.payload)))
+        elif mark.what == "done":
+            keep_graph[-1].end = tick
+    for s in range(len(recorder.storages)):
+        _value(walk, recorder, s)  # also what only existed: optimizer state, gradients
+    forward_ops = len(graph.ops)
+    graph.saves = [s for s in saves if s.value >= 0]
+    graph.passes = [p for p in keep_graph if p.end > p.start]
+    _add_backward(graph, nodes, times, sequences)
+    _link_readers(graph, forward_ops)
+    _classify(graph, walk, recorder, forward_ops)
+    graph.base_bytes = max(0, recorder.base_bytes - sum(s.nbytes for s in graph.storages if s.alloc < 0))
+    graph.step_seconds = sum(op.seconds for op in graph.ops)
+    graph.meta = {"device": str(recorder.device), "torch": torch.__version__, "engine": "tape"}
+    graph.check()
+    return graph
+
+
+def _begin(
+    walk: _Walk, recorder: Recorder, call: OpCall, tick: int, classes: dict[tuple[str, tuple[int, ...]], int], counts: list[int]
+) -> Op:
+    graph = walk.graph
+    key = (call.layer, call.site)
+    cls = classes.setdefault(key, len(graph.classes))
+    if cls == len(graph.classes):
+        graph.classes.append(OpClass(call.rule.name, call.layer, call.site))
+        counts.append(0)
+    traits = Trait.NONE
+    if call.keep:
+        traits |= Trait.KEEP
+    if call.rule.random:
+        traits |= Trait.RANDOM
+    reads = tuple(dict.fromkeys(_value(walk, recorder, s) for s in call.reads))
+    op = Op(call.rule.name, call.layer, Phase.FORWARD, cls, counts[cls], tick, tick, reads, traits=traits)
+    counts[cls] += 1
+    graph.ops.append(op)
+    return op
+
+
+def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, cost: CostModel | None) -> None:
+    graph = walk.graph
+    index = len(graph.ops) - 1
+    writes: list[int] = []
+    for s in call.made:
+        seen = recorder.storages[s]
+        block = walk.open.get(seen.ptr) if seen.nbytes else None
+        if block is None:  # no bytes of its own, or memory that the device's allocator does not own
+            block = len(graph.storages)
+            graph.storages.append(Storage(0, seen.kind, call.layer, op.end, graph.ticks))
+            if seen.nbytes:
+                op.traits |= Trait.KEEP
+        storage = graph.storages[block]
+        storage.kind, storage.layer = Kind.FEATURE_MAP, call.layer
+        walk.storage[s] = block
+        walk.value[s] = len(graph.values)
+        writes.append(len(graph.values))
+        graph.values.append(Value(block, 0, index))
+    for s in call.mutated:
+        old = _value(walk, recorder, s)
+        graph.values[old].keepable = False
+        walk.value[s] = len(graph.values)
+        writes.append(len(graph.values))
+        graph.values.append(Value(graph.values[old].storage, graph.values[old].version + 1, index))
+        if old not in op.reads:
+            op.reads = (*op.reads, old)
+        op.traits |= Trait.MUTATES
+    op.writes = tuple(writes)
+    op.workspace = max(0, rise - sum(graph.storages[walk.storage[s]].nbytes for s in call.made))
+    op.seconds = call.seconds
+    if call.spec is not None:
+        work = work_of(call.func, call.spec)
+        op.flops, op.bytes_moved = work.flops, work.bytes_moved
+        if cost is not None:
+            op.seconds = cost.seconds(call.func, call.spec)
+
+
+def _value(walk: _Walk, recorder: Recorder, s: int) -> int:
+    """The current value of a recorded storage; made at first sight for what no watched op made."""
+    value = walk.value.get(s)
+    if value is None:
+        graph, seen = walk.graph, recorder.storages[s]
+        block = walk.open.get(seen.ptr) if seen.nbytes else None
+        if block is None or graph.storages[block].nbytes < seen.nbytes:
+            block = len(graph.storages)
+            graph.storages.append(Storage(seen.nbytes, seen.kind, seen.layer, -1, graph.ticks))
+        else:
+            graph.storages[block].kind = seen.kind
+        walk.storage[s] = block
+        value = walk.value[s] = len(graph.values)
+        graph.values.append(Value(block, 0, -1))
+    return value
+
+
+def _add_backward(graph: TrainingGraph, nodes: list[compat.NodeEvent], times: list[int], sequences: dict[int, int]) -> None:
+    """Autograd nodes become ops of the backward phase, in the layer of the forward op that they belong to."""
+    classes: dict[tuple[str, str], int] = {}
+    counts: dict[int, int] = {}
+    for node in nodes:
+        start, end = bisect_left(times, node.start), bisect_right(times, node.end) - 1
+        if start >= graph.ticks:
+            continue
+        forward = sequences.get(node.sequence, -1)
+        layer = graph.ops[forward].layer if forward >= 0 else ""
+        cls = classes.get((node.name, layer))
+        if cls is None:
+            cls = classes[node.name, layer] = len(graph.classes)
+            graph.classes.append(OpClass(node.name, layer))
+        instance = counts.get(cls, 0)
+        counts[cls] = instance + 1
+        seconds = (node.end - node.start) * 1e-9
+        graph.ops.append(Op(node.name, layer, Phase.BACKWARD, cls, instance, start, max(start, end), seconds=seconds))
+
+
+def _link_readers(graph: TrainingGraph, first: int) -> None:
+    """Find the backward op in which each saved tensor is read."""
+    starts = [op.start for op in graph.ops[first:]]
+    reads: dict[int, list[int]] = {}
+    for save in graph.saves:
+        if save.unpack >= 0:
+            i = bisect_right(starts, save.unpack) - 1
+            while i >= 0 and graph.ops[first + i].end < save.unpack:
+                i -= 1
+            if i >= 0:
+                save.reader = first + i
+                reads.setdefault(first + i, []).append(save.value)
+    for op, values in reads.items():
+        graph.ops[op].reads = tuple(dict.fromkeys(values))
+
+
+def _classify(graph: TrainingGraph, walk: _Walk, recorder: Recorder, first: int) -> None:
+    """Kinds and layers of the blocks that no watched op made, and the script's own hold on feature maps."""
+    starts = [op.start for op in graph.ops[first:]]
+    begin = min((p.start for p in graph.passes), default=graph.ticks)
+    end = max((p.end for p in graph.passes), default=graph.ticks)
+    named = set(walk.storage.values())
+    for i, storage in enumerate(graph.storages):
+        if i in named:
+            continue
+        if storage.alloc > end:
+            storage.kind = Kind.OPTIMIZER_STATE if storage.free == graph.ticks else Kind.TEMPORARY
+        elif storage.alloc > begin:
+            j = bisect_right(starts, storage.alloc) - 1
+            if j >= 0:
+                op = graph.ops[first + j]
+                storage.layer = op.layer
+                inside = storage.free <= op.end
+                storage.kind = Kind.TEMPORARY if inside else Kind.GRADIENT
+    released: dict[int, int] = {}
+    for save in graph.saves:
+        s = graph.values[save.value].storage
+        released[s] = max(released.get(s, -1), save.release)
+    for s, block in walk.storage.items():
+        storage = graph.storages[block]
+        if storage.alloc < 0:
+            if s in walk.died and recorder.storages[s].kind == Kind.GRADIENT:
+                storage.free = walk.died[s]
+            continue
+        held = walk.died.get(s, graph.ticks)
+        if storage.free - max(held, released.get(block, -1)) > _SLACK:
+            held = storage.free  # something else held it to its end
+        storage.held = max(storage.held, min(held, storage.free))

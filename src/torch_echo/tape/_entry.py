@@ -1,0 +1,160 @@
+"""Where the tape gets in: module calls, the autograd engine, optimizer steps.
+
+Three process-wide wrappers, installed when the first session starts and taken out with the last. Modules carry nothing of
+torch-echo: what is known of them lives in ``entries``, by identity, so that pickle, deepcopy and state_dict are untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torch_echo import compat
+from torch_echo.tape._recipe import Passes
+
+__all__ = ["Entry", "Owner", "entries", "install", "uninstall"]
+
+
+class Owner(Protocol):
+    """A session, as the entries see it."""
+
+    def call(self, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the module's call under this session."""
+
+    def meet(self, module: torch.nn.Module) -> Entry | None:
+        """A training call of a module that no session knows, outside of any other: take it in, or None."""
+
+    def before_backward(self, keep_graph: bool) -> Any:
+        """The engine is about to run on this thread; the result goes to `after_backward`."""
+
+    def after_backward(self, state: Any) -> None:
+        """The engine has run, or failed."""
+
+    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+
+    def lift(self) -> Any:
+        """Take mode and hooks off this thread; the result goes to `lower`."""
+
+    def lower(self, state: Any) -> None:
+        """Undo `lift`."""
+
+
+class Entry:
+    """What a session knows of one module."""
+
+    __slots__ = ("hooks", "mode", "module", "owner", "path", "root", "table")
+
+    def __init__(self, owner: Owner, module: torch.nn.Module, path: str, root: bool) -> None:
+        self.owner = owner
+        self.path = path
+        self.root = root
+        self.table: dict[Any, Any] | None = None
+        """Decisions for the ops of this module; None where the session has not planned."""
+        self.mode = False
+        self.hooks = False
+        key = id(module)
+        self.module = weakref.ref(module, lambda _: entries.pop(key, None))
+
+
+entries: dict[int, Entry | None] = {}
+"""By id of the module. None: known, and nothing to do for it."""
+
+owners: list[Owner] = []
+watchers: list[Owner] = []
+"""Sessions that take in every root module."""
+
+_undo: list[Callable[[], None]] = []
+_lock = threading.Lock()
+_missing: Any = object()
+original_call: Callable[..., Any] = compat.module_call()
+
+
+def _module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return original_call(module, *args, **kwargs)
+    entry = entries.get(id(module), _missing)
+    if entry is _missing:
+        if not watchers or not torch.is_grad_enabled() or not module.training:
+            return original_call(module, *args, **kwargs)
+        entry = watchers[0].meet(module)
+    if entry is None:
+        return original_call(module, *args, **kwargs)
+    return entry.owner.call(entry, module, args, kwargs)
+
+
+def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # (grad_outputs, retain_graph, create_graph, inputs, …), as torch.autograd calls it
+        keep = len(args) < 3 or bool(args[1]) or bool(args[2])
+        states = [(owner, owner.before_backward(keep)) for owner in owners]
+        Passes.begin(keep)
+        try:
+            return original(outputs, *args, **kwargs)
+        finally:
+            Passes.end(keep)
+            for owner, state in reversed(states):
+                owner.after_backward(state)
+
+    return run_backward
+
+
+def _wrap_hooks_disabled(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @contextmanager
+    def disable(*args: Any, **kwargs: Any) -> Iterator[None]:
+        # A functorch transform begins: it refuses to run under saved-tensor hooks.
+        states = [(owner, owner.lift()) for owner in owners]
+        try:
+            with original(*args, **kwargs):
+                yield
+        finally:
+            for owner, state in reversed(states):
+                owner.lower(state)
+
+    return disable
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in owners:
+        owner.after_optimizer(optimizer)
+
+
+def install(owner: Owner, watch_all: bool) -> None:
+    """Add a session; the first puts the wrappers in."""
+    global original_call
+    with _lock:
+        if not owners:
+            original_call = compat.module_call()
+            functools.update_wrapper(_module_call, original_call)
+            compat.set_module_call(_module_call)
+            _undo.append(lambda call=original_call: compat.set_module_call(call))  # type: ignore[misc]
+            _undo.append(compat.wrap_backward(_wrap_engine))
+            _undo.append(compat.wrap_hooks_disabled(_wrap_hooks_disabled))
+            _undo.append(register_optimizer_step_post_hook(_after_step).remove)
+        owners.append(owner)
+        if watch_all:
+            watchers.append(owner)
+
+
+def uninstall(owner: Owner) -> None:
+    """Take a session out; the last takes the wrappers with it. Handles of earlier steps keep working."""
+    with _lock:
+        if owner not in owners:
+            return
+        owners.remove(owner)
+        if owner in watchers:
+            watchers.remove(owner)
+        for key in [k for k, e in entries.items() if e is None or e.owner is owner]:
+            entries.pop(key, None)
+        if not owners:
+            while _undo:
+                _undo.pop()()

@@ -1,0 +1,294 @@
+"""The tape at work: a dispatch mode that notes recipes, and the hooks that store handles in place of tensors.
+
+The hot path is ``Tape.__torch_dispatch__`` for an op that the plan leaves alone: two dictionary look-ups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from sys import _getframe
+from typing import Any
+
+import torch
+
+from torch_echo import compat
+from torch_echo.tape._recipe import Leaf, Passes, Recipe, Slot, View, rebuild, tensors_in, written
+from torch_echo.tape._rules import Rule, rule_of
+
+__all__ = ["Decision", "Dropped", "Tape", "unpack"]
+
+Site = tuple[int, int, int]
+_order = itertools.count().__next__
+
+
+class Decision:
+    """What the plan says of one class of ops: for each instance, which outputs to drop (a bit mask).
+
+    Instances beyond those of the planned step (a longer sequence) follow the mean of the planned ones.
+    """
+
+    __slots__ = ("common", "count", "masks", "name", "share", "total")
+
+    def __init__(self, name: str, masks: list[int]) -> None:
+        self.name = name
+        self.masks = masks
+        self.count = 0
+        dropped = [m for m in masks if m]
+        self.common = max(set(dropped), key=dropped.count) if dropped else 0
+        self.share = len(dropped)
+        self.total = len(masks)
+
+    def next(self) -> int:
+        """The mask of the next instance."""
+        i = self.count
+        self.count = i + 1
+        if i < self.total:
+            return self.masks[i]
+        return self.common if (i + 1) * self.share // self.total > i * self.share // self.total else 0
+
+
+class Dropped:
+    """A handle: stands in for a saved tensor whose content the plan drops."""
+
+    __slots__ = ("tensor", "token", "version", "view")
+
+    def __init__(self, tensor: torch.Tensor, slot: Slot) -> None:
+        self.view: View | None = View(tensor, slot)
+        slot.readers += 1
+        self.version = tensor._version
+        self.token = compat.version_token(tensor)
+        self.tensor: torch.Tensor | None = None
+
+    def unpack(self) -> torch.Tensor:
+        """The saved tensor; raises PyTorch's error where the script has overwritten it since."""
+        if self.token._version != self.version:
+            raise _overwritten(self.view.size if self.view else (), self.token, self.version)
+        view = self.view
+        if view is None:
+            assert self.tensor is not None
+            return self.tensor
+        slot = view.slot
+        base = rebuild(slot)
+        with compat.below_autograd():
+            tensor = view.of(base)
+        if Passes.running and not Passes.keeping:
+            # The node releases this handle when it has run. Until then the tensor lives as it would in eager PyTorch;
+            # the slot is left to its other readers.
+            self.tensor, self.view = tensor, None
+            slot.readers -= 1
+        return tensor
+
+
+def _overwritten(size: Any, token: torch.Tensor, expected: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{token.type()} {list(size)}] is at version {token._version}; expected version {expected} instead. Hint: enable "
+        "anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def unpack(handle: Any) -> torch.Tensor:
+    """The hook that autograd calls when a node reads what it saved. Runs on whatever thread runs the node."""
+    if type(handle) is tuple:
+        tensor: torch.Tensor
+        tensor, version = handle
+        if tensor._version != version:
+            raise _overwritten(tensor.shape, tensor, version)
+        return tensor
+    result: torch.Tensor = handle.unpack()
+    return result
+
+
+_unknown: Any = object()
+
+
+class Tape(compat.TensorMode):
+    """The recording side, one per thread and session."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: dict[int, Slot] = {}
+        """Current slot of each storage whose content is dropped."""
+        self.pinned: dict[int, list[weakref.ref[Leaf]]] = {}
+        """Leaves of recipes, by storage: to be copied before an op overwrites them."""
+        self.table: dict[Site, Decision] = {}
+        """Decisions for the module whose code is running."""
+        self.mutators: dict[int, Rule | None] = {}
+        self.mode_on = False
+        self.hooks_on = False
+
+    # --- forward: ops ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = id(func)
+        frame = _getframe(1)
+        back = frame.f_back
+        decision = self.table.get((key, frame.f_lasti, -1 if back is None else back.f_lasti))
+        if decision is not None:
+            mask = decision.next()
+            if mask:
+                return self._drop(func, args, kwargs or {}, mask)
+        rule = self.mutators.get(key, _unknown)
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if rule is _unknown:
+            rule = rule_of(func)
+            rule = self.mutators[key] = rule if rule.mutates else None
+        if rule is not None and (self.slots or self.pinned):
+            self._before_write(rule, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _drop(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: int) -> Any:
+        """Run an op some of whose outputs the plan drops, and note its recipe."""
+        rule = rule_of(func)
+        writes = rule.writes(args)
+        if rule.keep or (writes and rule.rerun is None and not self._owns(writes, args, kwargs)):
+            if writes:
+                self._before_write(rule, args, kwargs)
+            return func(*args, **kwargs)
+        again = (func, args) if rule.rerun is None else rule.rerun(func, args)
+        if rule.shape_only:
+            again = _creation(func, args, kwargs)
+        recipe = Recipe(again[0], rule, (), {} if rule.shape_only else kwargs, _order())
+        recipe.args = tuple(self._refer(a, recipe) for a in again[1])
+        if rule.shape_only:
+            recipe.kwargs = again[2]  # type: ignore[misc]
+        elif kwargs:
+            recipe.kwargs = {k: self._refer(a, recipe) for k, a in kwargs.items()}
+        if rule.random:
+            recipe.generator = _generator(args, kwargs)
+            if recipe.generator is not None:
+                recipe.state = recipe.generator.get_state()
+        loose = bool(writes) and self._before_write(rule, args, kwargs)
+        out = func(*args, **kwargs)
+        for j, tensor in enumerate(written(rule, args, kwargs, out)):
+            if mask >> j & 1 and type(tensor) is torch.Tensor:
+                in_place = bool(writes) and any(t is tensor for p, t in tensors_in(args, kwargs) if p in writes)
+                # An in-place op's version is counted above the level at which the tape sees it, after it returns.
+                slot = Slot(recipe, tensor, tensor._version + in_place)
+                slot.loose = in_place and loose
+                recipe.outputs[j] = weakref.ref(slot)
+                self.slots[slot.guard.cdata] = slot
+        return out
+
+    def _owns(self, writes: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Are all arguments that the op writes dropped values themselves, so that a re-run can build on their rebuild?"""
+        for position, t in tensors_in(args, kwargs):
+            if position in writes:
+                slot = self.slots.get(compat.storage_key(t))
+                if slot is None:
+                    return False
+                if t._version < slot.version:
+                    slot.loose = True  # counters only rise, so this is another one: t comes from unsafe_chunk or its like
+                if not slot.current(t):
+                    return False
+        return True
+
+    def _refer(self, arg: Any, recipe: Recipe) -> Any:
+        """An argument as a recipe holds it: by slot where its content is dropped, else the tensor itself."""
+        if isinstance(arg, torch.Tensor):
+            key = compat.storage_key(arg)
+            slot = self.slots.get(key)
+            if slot is not None and slot.current(arg):
+                recipe.slots.append(slot)
+                slot.readers += 1
+                return View(arg, slot)
+            leaf = Leaf(arg, key)
+            self.pinned.setdefault(key, []).append(weakref.ref(leaf))
+            return leaf
+        if type(arg) in (list, tuple) and any(isinstance(a, torch.Tensor) for a in arg):
+            return [self._refer(a, recipe) for a in arg]
+        return arg
+
+    def _before_write(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """An op is about to overwrite storages: copy what recipes still need of them, and forget their slots.
+
+        Returns whether one of these slots was loose.
+        """
+        loose = False
+        writes = rule.writes(args)
+        for position, t in tensors_in(args, kwargs):
+            if position not in writes:
+                continue
+            key = compat.storage_key(t)
+            for ref in self.pinned.pop(key, ()):
+                leaf = ref()
+                if leaf is not None and leaf.key == key and leaf.version == leaf.tensor._version:
+                    leaf.copy()
+            slot = self.slots.pop(key, None)
+            if slot is not None:
+                slot.alive = _gone
+                loose |= slot.loose
+        return loose
+
+    # --- forward: saved tensors --------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The hook that autograd calls for each tensor it saves."""
+        if self.slots and type(tensor) is torch.Tensor:
+            try:
+                slot = self.slots.get(tensor.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):  # sparse and other layouts have no storage: kept as they are
+                slot = None
+            if slot is not None and slot.current(tensor) and not compat.functorch_active():
+                return Dropped(tensor, slot)
+        return (tensor, tensor._version)
+
+    def forget(self) -> None:
+        """Forward is over: what handles and recipes hold stays, the look-up tables go."""
+        self.slots = {}
+        self.pinned = {}
+
+    def prune(self) -> None:
+        """Forget slots that nothing refers to: forward passes that no backward follows must not pile up."""
+        self.slots = {k: s for k, s in self.slots.items() if s.readers}
+        self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
+
+    # --- switching ---------------------------------------------------------------------------------------------------
+
+    def switch(self, mode: bool, hooks: bool) -> None:
+        """Put the mode and the hooks on or off for this thread."""
+        if mode is not self.mode_on:
+            if mode:
+                compat.push_mode(self)
+            else:
+                compat.take_mode(self)
+            self.mode_on = mode
+        if hooks is not self.hooks_on:
+            if hooks:
+                compat.push_hooks(self.pack, unpack)
+            else:
+                compat.pop_hooks()
+            self.hooks_on = hooks
+
+
+def _gone() -> None:
+    """In place of the weak reference of a slot whose storage has been overwritten."""
+
+
+def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a random op draws from."""
+    device = kwargs.get("device")
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Generator):
+            return a
+    for _, t in tensors_in(args, kwargs):
+        device = t.device
+        break
+    if device is None or torch.device(device).type == "cpu":
+        return torch.default_generator
+    index = torch.device(device).index
+    return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+
+
+def _creation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that makes a tensor from another one's metadata, as a call on a tensor without content.
+
+    The re-run reads a tensor of the same metadata whose storage is never touched, so that nothing is pinned.
+    """
+    like = args[0]
+    empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+    options = {"dtype": like.dtype, "device": like.device, **{k: v for k, v in kwargs.items() if v is not None}}
+    return func, (empty, *args[1:]), options

@@ -1,0 +1,312 @@
+"""Recipes: how a dropped value is made again.
+
+A recipe is what this very step executed: a function, its arguments, the generator's state before a draw. The plan only says
+what to drop; whatever control flow, length or batch the step had, rebuilding repeats exactly what ran.
+
+- :class:`Slot`: a dropped value (a storage at one version). It knows its recipe, and holds the rebuilt tensor while it has
+  readers.
+- :class:`Recipe`: one op that can be re-run.
+- Readers of a slot are handles (what autograd saved) and the recipes of other slots. Each holds a reference to the slot
+  and gives it up when it has read; the rebuilt tensor goes with the last of them. Counting is Python's own.
+
+Rebuilding is iterative, in the order of the forward pass, each op at most once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from torch_echo import compat
+from torch_echo.tape._rules import Rule
+
+__all__ = ["Leaf", "Passes", "Recipe", "Slot", "View", "rebuild", "tensors_in", "written"]
+
+
+class RebuildError(RuntimeError):
+    """A dropped value can't be rebuilt as it was: something that its recipe reads has changed since."""
+
+
+class Leaf:
+    """An argument of a recipe that is kept: the tensor and its version at that time."""
+
+    __slots__ = ("__weakref__", "key", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, key: int) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.key = key
+
+    def copy(self) -> None:
+        """Take a private copy, because an op is about to overwrite the storage. Same strides, offset and storage size."""
+        t = self.tensor
+        with compat.below_autograd():
+            copy = torch.empty(0, dtype=t.dtype, device=t.device)
+            copy.set_(t.untyped_storage().clone(), t.storage_offset(), t.size(), t.stride())
+            if t.is_conj():
+                copy = copy.conj()
+            if t.is_neg():
+                copy = torch._neg_view(copy)
+        self.tensor, self.version, self.key = copy, copy._version, compat.storage_key(copy)
+
+
+class View:
+    """An argument of a recipe, or a saved tensor, that reads the storage of a slot."""
+
+    __slots__ = ("bits", "dtype", "offset", "size", "slot", "stride")
+
+    def __init__(self, tensor: torch.Tensor, slot: Slot) -> None:
+        self.slot = slot
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.dtype = tensor.dtype
+        self.bits = (tensor.is_conj(), tensor.is_neg()) if tensor.dtype.is_complex or tensor.is_neg() else None
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The same view of `base`'s storage. Runs below autograd."""
+        if base.dtype is self.dtype and self.bits is None:
+            return base.as_strided(self.size, self.stride, self.offset)
+        view = torch.empty(0, dtype=self.dtype, device=base.device)
+        view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        if self.bits is not None:
+            if self.bits[0]:
+                view = view.conj()
+            if self.bits[1]:
+                view = torch._neg_view(view)
+        return view
+
+
+class Slot:
+    """A dropped value: one storage at one version."""
+
+    __slots__ = ("__weakref__", "alive", "guard", "loose", "nbytes", "readers", "recipe", "stride", "tensor", "version")
+
+    def __init__(self, recipe: Recipe, tensor: torch.Tensor, version: int) -> None:
+        self.recipe: Recipe | None = recipe
+        self.tensor: torch.Tensor | None = None
+        self.readers = 0
+        """Handles not yet unpacked and recipes not yet run (or more, where some died unread)."""
+        self.version = version
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self.stride = tensor.stride()
+        self.guard = compat.StorageWeakRef(storage)  # keeps the storage's identity (not its bytes) from being reused
+        self.alive: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self.loose = False
+        """Aliases of the storage have version counters of their own (``unsafe_chunk``, as in LSTM cells)."""
+
+    def current(self, tensor: torch.Tensor) -> bool:
+        """Does `tensor`, which lies in the slot's storage, still have the slot's content? A write that the tape did not
+        see shows in the version."""
+        return self.loose or tensor._version == self.version
+
+    def available(self) -> bool:
+        """Is the content there, rebuilt or because the script still holds the tensor?"""
+        if self.tensor is not None:
+            return True
+        tensor = self.alive()
+        if tensor is None or tensor._version != self.version or compat.storage_key(tensor) != self.guard.cdata:
+            return False
+        self.tensor = compat.alias(tensor)
+        return True
+
+
+class Recipe:
+    """One op as it ran: enough to run it again."""
+
+    __slots__ = ("__weakref__", "args", "func", "generator", "kwargs", "order", "outputs", "rule", "slots", "state")
+
+    def __init__(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], order: int) -> None:
+        self.func = func
+        self.rule = rule
+        self.order = order
+        self.slots: list[Slot] = []
+        self.outputs: dict[int, weakref.ref[Slot]] = {}
+        self.args = args
+        self.kwargs = kwargs
+        self.generator: torch.Generator | None = None
+        self.state: torch.Tensor | None = None
+
+    def run(self, keep: bool) -> None:
+        """Run the op again and hand its outputs to the slots that still have readers. Runs below autograd.
+
+        With `keep` the recipe stays usable (the graph is retained); without, it lets go of all that it holds.
+        """
+        args = tuple(self._resolve(a, i, keep) for i, a in enumerate(self.args))
+        kwargs = {k: self._resolve(a, k, keep) for k, a in self.kwargs.items()}
+        func, outputs = self.func, self.outputs
+        if not keep:
+            for s in self.slots:
+                s.readers -= 1
+            self.args, self.kwargs, self.slots = (), {}, []
+        if self.generator is None:
+            out = func(*args, **kwargs)
+        else:
+            assert self.state is not None
+            before = self.generator.get_state()
+            try:
+                self.generator.set_state(self.state)
+                out = func(*args, **kwargs)
+            finally:
+                self.generator.set_state(before)
+        for j, tensor in enumerate(written(self.rule, args, kwargs, out)):
+            ref = outputs.get(j)
+            slot = ref() if ref is not None else None
+            if slot is None or slot.tensor is not None:
+                continue
+            if tensor.untyped_storage().nbytes() != slot.nbytes or tensor.stride() != slot.stride:
+                raise RebuildError(
+                    f"torch-echo: re-running {self.rule.name} gave strides {tensor.stride()} instead of {slot.stride}; "
+                    "this op can't be rebuilt exactly"
+                )
+            slot.tensor = tensor
+            if not keep:
+                slot.recipe = None
+        if not keep:
+            self.generator = self.state = None
+
+    def _resolve(self, arg: Any, position: int | str, keep: bool) -> Any:
+        kind = type(arg)
+        if kind is View:
+            base = arg.slot.tensor
+            if base is None:
+                raise RebuildError(f"torch-echo: {self.rule.name} was to be re-run before what it reads")
+            if position in self.rule.mutates:
+                base = self._own(arg.slot, base, keep)
+            return arg.of(base)
+        if kind is Leaf:
+            t = arg.tensor
+            if t._version != arg.version or compat.storage_key(t) != arg.key:
+                raise RebuildError(
+                    f"torch-echo: a tensor of shape {list(t.shape)} that {self.rule.name} read in the forward pass was "
+                    f"changed in place before the backward pass (version {t._version}, expected {arg.version})"
+                )
+            return t
+        if kind is list:
+            return [self._resolve(a, position, keep) for a in arg]
+        return arg
+
+    def _own(self, slot: Slot, base: torch.Tensor, keep: bool) -> torch.Tensor:
+        """Memory that the re-run may overwrite: the slot's own where nobody else will read it, else a copy."""
+        holder = slot.alive()
+        if not keep and holder is None and slot.readers == 1:
+            slot.tensor = None
+            return base
+        copy = torch.empty(0, dtype=base.dtype, device=base.device)
+        return copy.set_(base.untyped_storage().clone(), base.storage_offset(), base.size(), base.stride())
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, torch.Tensor]]:
+    """(position or keyword, tensor) of every tensor among the arguments, lists of tensors included."""
+    for i, a in enumerate(args):
+        if isinstance(a, torch.Tensor):
+            yield i, a
+        elif type(a) in (list, tuple):
+            for b in a:
+                if isinstance(b, torch.Tensor):
+                    yield i, b
+    for k, a in kwargs.items():
+        if isinstance(a, torch.Tensor):
+            yield k, a
+        elif type(a) in (list, tuple):
+            for b in a:
+                if isinstance(b, torch.Tensor):
+                    yield k, b
+
+
+def written(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[torch.Tensor]:
+    """The values that an op makes, in a fixed order: outputs in storages of their own, then the arguments that it mutates.
+
+    Outputs that alias an argument are no values. Each storage counts once.
+    """
+    if type(out) is torch.Tensor and not rule.mutates:
+        key = compat.storage_key(out)
+        for a in args:
+            if type(a) is torch.Tensor or type(a) is torch.nn.Parameter:
+                if compat.storage_key(a) == key:
+                    return []
+            elif type(a) is list:
+                for b in a:
+                    if isinstance(b, torch.Tensor) and compat.storage_key(b) == key:
+                        return []
+        return [out]
+    writes = rule.writes(args)
+    seen = {compat.storage_key(t) for _, t in tensors_in(args, kwargs)}
+    found: list[torch.Tensor] = []
+    for t in out if isinstance(out, (tuple, list)) else (out,):
+        if isinstance(t, torch.Tensor) and compat.storage_key(t) not in seen:
+            seen.add(compat.storage_key(t))
+            found.append(t)
+    if writes:
+        seen = set()
+        for position, t in tensors_in(args, kwargs):
+            if position in writes and compat.storage_key(t) not in seen:
+                seen.add(compat.storage_key(t))
+                found.append(t)
+    return found
+
+
+class Passes:
+    """The backward passes that are running, in every thread (the engine runs CUDA nodes on threads of its own)."""
+
+    lock = threading.RLock()
+    running = 0
+    keeping = 0
+    """How many of the running passes retain the graph."""
+    touched: ClassVar[list[weakref.ref[Slot]]] = []
+    """Slots rebuilt in passes that retain the graph, until these end."""
+    rerun = 0
+    """Ops re-run since the process started."""
+
+    @classmethod
+    def begin(cls, keep: bool) -> None:
+        with cls.lock:
+            cls.running += 1
+            cls.keeping += keep
+
+    @classmethod
+    def end(cls, keep: bool) -> None:
+        """Let go of what a retaining pass rebuilt: its recipes are still there for the next pass."""
+        with cls.lock:
+            cls.running -= 1
+            cls.keeping -= keep
+            if cls.keeping == 0:
+                for ref in cls.touched:
+                    slot = ref()
+                    if slot is not None and slot.recipe is not None:
+                        slot.tensor = None
+                cls.touched.clear()
+
+
+def rebuild(slot: Slot) -> torch.Tensor:
+    """The content of a dropped value: rebuilt if need be, with all that it needs. Iterative; cost: the ops re-run."""
+    keep = Passes.keeping > 0 or Passes.running == 0
+    with Passes.lock:
+        if not slot.available():
+            needed: list[Recipe] = []
+            seen: set[int] = set()
+            stack = [slot]
+            while stack:
+                recipe = stack.pop().recipe
+                if recipe is None:
+                    raise RebuildError("torch-echo: a dropped value has no recipe left")
+                if id(recipe) not in seen:
+                    seen.add(id(recipe))
+                    needed.append(recipe)
+                    stack.extend(s for s in recipe.slots if not s.available())
+            needed.sort(key=lambda r: -r.order)
+            with compat.below_autograd():
+                while needed:
+                    recipe = needed.pop()
+                    recipe.run(keep)
+                    Passes.rerun += 1
+                    if keep:
+                        Passes.touched.extend(recipe.outputs.values())
+        tensor = slot.tensor
+        assert tensor is not None
+        return tensor

@@ -1,0 +1,279 @@
+"""Watching one iteration.
+
+The forward pass is seen by a dispatch mode, the backward pass never is: there autograd would take other formulas. What
+happens in backward is learnt from the handles that autograd saves (packed, unpacked, let go), from the death of tensors and
+from the profiler, which lists every allocation and every autograd node. To place what Python sees among the allocations,
+each event of ours leaves a *mark* in the allocation stream.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from sys import _getframe
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from torch_echo import compat
+from torch_echo.cost import OpSpec, spec_of
+from torch_echo.graph import Kind
+from torch_echo.tape._mode import Site, unpack
+from torch_echo.tape._recipe import tensors_in, written
+from torch_echo.tape._rules import Rule, nondeterministic_on, rule_of
+
+__all__ = ["Mark", "OpCall", "Recorder", "SavedTensor", "SeenStorage", "live_bytes"]
+
+
+@dataclass(slots=True)
+class SeenStorage:
+    """A storage that an op of the forward pass read or wrote."""
+
+    ptr: int
+    nbytes: int
+    kind: Kind
+    layer: str
+    guard: Any = None
+
+
+@dataclass(slots=True)
+class OpCall:
+    """One op of the forward pass as it ran."""
+
+    func: Any
+    rule: Rule
+    spec: OpSpec | None
+    layer: str
+    site: Site
+    sequence: int
+    reads: list[int]
+    made: list[int]
+    """Storages of its outputs."""
+    mutated: list[int]
+    """Storages that it wrote in place."""
+    keep: bool
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """One tensor that autograd saved."""
+
+    storage: int
+    layer: str
+
+
+@dataclass(slots=True)
+class Mark:
+    """Something that happened, in order with the allocations."""
+
+    what: str
+    payload: Any = None
+
+
+class _Handle:
+    """Keeps a saved tensor during the watched iteration, and tells when it is read and let go."""
+
+    __slots__ = ("index", "recorder", "tensor", "version")
+
+    def __init__(self, recorder: Recorder, index: int, tensor: torch.Tensor) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        self.recorder.on_unpack(self.index)
+        return unpack((self.tensor, self.version))
+
+    def __del__(self) -> None:
+        self.recorder.mark("release", self.index)
+
+
+@dataclass
+class _Death:
+    """Callback of a weak reference to a tensor object."""
+
+    recorder: Recorder
+    storage: int
+
+    def __call__(self, _: Any) -> None:
+        self.recorder.mark("death", self.storage)
+
+
+class Recorder(compat.TensorMode):
+    """Records one iteration. Use: ``start()``, run the iteration with the mode and hooks on in forward, ``stop()``."""
+
+    def __init__(self, device: torch.device, known: dict[int, tuple[Kind, str]]) -> None:
+        super().__init__()
+        self.device = device
+        self.known = known
+        """Kind and layer of the storages that exist before the iteration, by storage key."""
+        self.marks: list[Mark] = []
+        self.storages: list[SeenStorage] = []
+        self.ids: dict[int, int] = {}
+        self.calls: list[OpCall] = []
+        self.saved: list[SavedTensor] = []
+        self.layers: list[str] = [""]
+        self.nesting: set[tuple[str, str]] = set()
+        self.base_bytes = 0
+        self.active = False
+        self._profile = compat.MemoryProfile()
+        self._watched: list[Any] = []
+        self.mode_on = False
+
+    # --- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self, old: Iterable[torch.Tensor], states: Iterable[torch.Tensor] = ()) -> None:
+        """Begin. `old`: tensors that exist and may die within the iteration (gradients); `states`: the optimizer's."""
+        gc.collect()
+        for tensor in states:
+            self._storage(tensor)
+        self.base_bytes = live_bytes(self.device)
+        for tensor in old:
+            index = self._storage(tensor)
+            self._watched.append(weakref.ref(tensor, _Death(self, index)))
+        self._profile.start()
+        self.active = True
+
+    def stop(self) -> None:
+        """End."""
+        if self.active:
+            self.active = False
+            self._profile.stop()
+            self._watched.clear()
+
+    def events(self) -> Any:
+        """What the profiler saw: (events of the device, events of the CPU, autograd nodes)."""
+        return self._profile.events(self.device)
+
+    def mark(self, what: str, payload: Any = None) -> None:
+        """Note that something happened now."""
+        if self.active:
+            self.marks.append(Mark(what, payload))
+            compat.mark()
+
+    def enter(self, layer: str) -> None:
+        """A module's call begins."""
+        self.nesting.add((self.layers[-1], layer))
+        self.layers.append(layer)
+
+    def leave(self) -> None:
+        """A module's call ends."""
+        self.layers.pop()
+
+    # --- forward -------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        frame = _getframe(1)
+        back = frame.f_back
+        rule = rule_of(func)
+        inputs = list(tensors_in(args, kwargs))
+        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(t) != -1 for _, t in inputs)
+        writes = rule.writes(args)
+        call = OpCall(
+            func=func,
+            rule=rule,
+            spec=spec_of(func, args, kwargs) if plain and not rule.keep else None,
+            layer=self.layers[-1],
+            site=(id(func), frame.f_lasti, -1 if back is None else back.f_lasti),
+            sequence=compat.sequence_number() - 1,
+            reads=[self._storage(t) for p, t in inputs if not (rule.shape_only and p == 0) and compat.storage_key(t) != -1],
+            made=[],
+            mutated=[],
+            keep=rule.keep or not plain or nondeterministic_on(rule, self.device.type),
+        )
+        self.mark("op", call)
+        begin = perf_counter()
+        out = func(*args, **kwargs)
+        call.seconds = perf_counter() - begin
+        self.mark("end", call)
+        before = {compat.storage_key(t) for _, t in inputs}
+        for t in written(rule, args, kwargs, out):
+            key = compat.storage_key(t)
+            if key == -1 or type(t) is not torch.Tensor:
+                call.keep = True
+            elif key in before:
+                call.mutated.append(self._storage(t))
+            else:
+                index = self._storage(t, new=True)
+                call.made.append(index)
+                if t.device.type == self.device.type:
+                    self._watched.append(weakref.ref(t, _Death(self, index)))
+                else:
+                    call.keep = True
+        if writes and rule.rerun is None and len(call.mutated) == 0:
+            call.keep = True
+        self.calls.append(call)
+        return out
+
+    def _storage(self, tensor: torch.Tensor, new: bool = False) -> int:
+        """Number of the tensor's storage, noted at first sight."""
+        key = compat.storage_key(tensor)
+        index = self.ids.get(key)
+        if index is None:
+            storage = tensor.untyped_storage()
+            kind, layer = self.known.get(key, (Kind.FEATURE_MAP if new else Kind.INPUT, self.layers[-1]))
+            index = self.ids[key] = len(self.storages)
+            # The weak reference keeps the key from being reused by another storage.
+            self.storages.append(
+                SeenStorage(storage.data_ptr(), storage.nbytes(), kind, layer, compat.StorageWeakRef(storage))
+            )
+        return index
+
+    # --- saved tensors -------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The hook for a tensor that autograd saves."""
+        if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
+            return (tensor, tensor._version)
+        index = len(self.saved)
+        self.saved.append(SavedTensor(self._storage(tensor), self.layers[-1]))
+        handle = _Handle(self, index, compat.alias(tensor))
+        self.mark("pack", index)
+        return handle
+
+    def on_unpack(self, index: int) -> None:
+        node = compat.current_node()
+        self.mark("unpack", (index, -1 if node is None else compat.node_sequence(node)))
+
+    # --- switching -----------------------------------------------------------------------------------------------------
+
+    def switch(self, on: bool) -> None:
+        """Put the mode and the hooks on or off for this thread."""
+        if on is self.mode_on:
+            return
+        self.mode_on = on
+        if on:
+            compat.push_mode(self)
+            compat.push_hooks(self.pack, _unpack_recorded)
+        else:
+            compat.pop_hooks()
+            compat.take_mode(self)
+
+
+def _unpack_recorded(handle: Any) -> torch.Tensor:
+    return unpack(handle) if type(handle) is tuple else handle.unpack()
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of `device`'s memory that live tensors hold. Exact at the allocator on CUDA; on CPU all storages that Python's
+    collector can reach, gradients included. Cost: one pass over all objects."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    seen: dict[int, int] = {}
+    for obj in gc.get_objects():
+        # isinstance() would ask obj.__class__, which proxies answer with arbitrary code
+        if issubclass(type(obj), torch.Tensor):
+            for t in (obj, obj.grad if obj.is_leaf else None):
+                if t is not None and t.device.type == device.type:
+                    key = compat.storage_key(t)
+                    if key != -1:
+                        seen[key] = t.untyped_storage().nbytes()
+    return sum(seen.values())

@@ -1,0 +1,118 @@
+"""What must be known about an op before it may be re-run.
+
+Schemas do not tell the whole truth: batch norms change their running statistics and declare nothing, creation ops read only
+the shape of their argument. The tables here say so, op by op; everything outside ``aten`` is never re-run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_echo import compat
+
+__all__ = ["Rule", "rule_of"]
+
+aten = torch.ops.aten
+
+_UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+    "aten::_cudnn_rnn": (),  # writes its dropout state
+}
+"""Arguments that an op changes although its schema does not say so: running mean and variance."""
+
+_SHAPE_ONLY = {
+    "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like",
+    "aten::randint_like", "aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
+    "aten::new_empty_strided",
+}  # fmt: skip
+"""Ops that read only the metadata of their first argument."""
+
+_NEVER = {
+    "aten::_cudnn_rnn", "aten::_cudnn_init_dropout_state", "aten::miopen_rnn", "aten::_local_scalar_dense",
+    "aten::_fused_moving_avg_obs_fq_helper", "aten::_pin_memory", "aten::record_stream", "aten::set_", "aten::resize_",
+    "aten::resize_as_", "aten::_resize_output_", "aten::copy_sparse_to_sparse_", "aten::_batch_norm_with_update",
+}  # fmt: skip
+
+_CUDA_ATOMICS = {
+    "aten::index_add", "aten::scatter_add", "aten::index_put", "aten::_index_put_impl", "aten::histc", "aten::bincount",
+    "aten::scatter_reduce", "aten::index_reduce", "aten::cumsum", "aten::put", "aten::kthvalue", "aten::median",
+    "aten::upsample_bilinear2d", "aten::grid_sampler_2d", "aten::convolution", "aten::cudnn_convolution",
+}  # fmt: skip
+"""Ops whose CUDA kernels may give other bits the second time unless deterministic algorithms are on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the tape treats one op overload."""
+
+    name: str
+    mutates: tuple[int | str, ...] = ()
+    """Positions or keyword names of the arguments that it writes, declared or not."""
+    random: bool = False
+    keep: bool = False
+    """Never re-run."""
+    shape_only: bool = False
+    """Reads only the metadata of its first argument."""
+    rerun: Callable[[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] | None = None
+    """Turns (function, arguments) of a call into those of its re-run, which must not write what the call wrote."""
+
+    def writes(self, args: tuple[Any, ...]) -> tuple[int | str, ...]:
+        """The arguments that this call writes: a batch norm in evaluation mode leaves its statistics alone."""
+        if self.rerun is not None and not args[5]:
+            return ()
+        return self.mutates
+
+
+def _without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """In training mode the output depends on the batch's statistics alone; a re-run must not update the running ones."""
+    if not args[5]:
+        return func, args
+    if func is aten._native_batch_norm_legit.default:
+        func = aten.native_batch_norm.default
+    return func, (*args[:3], None, None, *args[5:])
+
+
+_RERUN = {
+    "aten::native_batch_norm": _without_running_statistics,
+    "aten::_native_batch_norm_legit": _without_running_statistics,
+    "aten::cudnn_batch_norm": _without_running_statistics,
+    "aten::miopen_batch_norm": _without_running_statistics,
+}
+
+_rules: dict[int, Rule] = {}
+
+
+def rule_of(func: Any) -> Rule:
+    """The rule of an op overload (cached by identity: overloads live as long as the process)."""
+    rule = _rules.get(id(func))
+    if rule is None:
+        rule = _rules[id(func)] = _make(func)
+    return rule
+
+
+def _make(func: Any) -> Rule:
+    if not isinstance(func, torch._ops.OpOverload):  # a higher-order op
+        return Rule(name=str(func), keep=True)
+    name: str = func._schema.name
+    mutates = compat.mutated_arguments(func)
+    undeclared = _UNDECLARED_WRITES.get(name, ())
+    keep = not name.startswith("aten::") or name in _NEVER
+    return Rule(
+        name=name,
+        mutates=tuple(dict.fromkeys((*mutates, *undeclared))),
+        random=compat.is_nondeterministic(func),
+        keep=keep,
+        shape_only=name in _SHAPE_ONLY,
+        rerun=_RERUN.get(name) if func._overloadname == "default" else None,
+    )
+
+
+def nondeterministic_on(rule: Rule, device_type: str) -> bool:
+    """May re-running the op on this device give other bits?"""
+    return device_type == "cuda" and rule.name in _CUDA_ATOMICS and not torch.are_deterministic_algorithms_enabled()

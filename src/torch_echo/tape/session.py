@@ -1,0 +1,455 @@
+"""A session: watches training steps, plans once, applies the plan.
+
+Life of a session, counted in *iterations* (a forward pass, or several, up to and with the backward pass that follows; the
+optimizer's step belongs to it):
+
+1. ``WAIT``: the first iteration runs as plain PyTorch, so that lazy initialisation and optimizer state are over.
+2. ``RECORD``: one iteration is watched (see ``_record``), then planned.
+3. ``CHECK``: the plan is in force, and the allocator is asked whether the peak is what the replay said. If it is off by more
+   than 1%, the session records and plans once more.
+4. ``STEADY``: the plan is in force.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_echo import compat
+from torch_echo.cost import get_cost_model
+from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError, UnsupportedDevice
+from torch_echo.footprint import replay
+from torch_echo.graph import Kind, TrainingGraph
+from torch_echo.options import Options
+from torch_echo.planning import Plan, plan
+from torch_echo.report.explanation import Explanation
+from torch_echo.report.summary import Summary
+from torch_echo.tape import _entry
+from torch_echo.tape._build import build
+from torch_echo.tape._entry import Entry, entries
+from torch_echo.tape._install import RERUN_SECONDS, Installed, engine_seconds, install_plan
+from torch_echo.tape._mode import Tape, unpack
+from torch_echo.tape._record import Recorder, live_bytes
+
+__all__ = ["Phase", "Session"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+class Phase(Enum):
+    """Where a session stands."""
+
+    WAIT = "wait"
+    RECORD = "record"
+    CHECK = "check"
+    STEADY = "steady"
+    OFF = "off"
+
+
+class _Local(threading.local):
+    """State of one thread within a session."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self.depth = 0
+
+
+class Session:
+    """One planner and its plan over a set of modules. See the module's docstring."""
+
+    def __init__(
+        self, options: Options | None = None, name: str = "session", on_event: Callable[[str], None] | None = None
+    ) -> None:
+        self.options = options or Options()
+        self.name = name
+        self.on_event = on_event or (lambda _: None)
+        self.phase = Phase.WAIT
+        self.iterations = 0
+        self.graph: TrainingGraph | None = None
+        self.plan: Plan | None = None
+        self.installed: Installed | None = None
+        self.measured_peak: int | None = None
+        self.unhandled: list[tuple[str, str, str]] = []
+        self.device: torch.device | None = None
+        self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._local = _Local()
+        self._recorder: Recorder | None = None
+        self._thread = 0
+        self._check: tuple[compat.MemoryProfile, int] | None = None
+        self._backward_seen = False
+        self._records = 0
+        self._late_roots = False
+        self._failure: TorchEchoError | None = None
+        self._watch_all = False
+
+    # --- what users call ---------------------------------------------------------------------------------------------
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Take in one model: the forward pass of each of its training steps."""
+        self._add_root(model)
+        _entry.install(self, watch_all=False)
+
+    def watch_all(self) -> None:
+        """Take in every module that is called for training outside of any other."""
+        self._watch_all = True
+        _entry.install(self, watch_all=True)
+
+    def close(self) -> None:
+        """Stop. Steps under way finish as they began."""
+        self._abort_recording()
+        self._stop_check()
+        self.phase = Phase.OFF
+        _entry.uninstall(self)
+
+    def finish(self) -> None:
+        """The step under way is complete: plan now what was recorded. Raises what planning raised."""
+        self._finish_iteration()
+        self._raise_failure()
+
+    def explanation(self) -> Explanation | None:
+        """Graph, plan and footprints, for printing; None before the plan is made."""
+        if self.graph is None or self.plan is None:
+            return None
+        return Explanation(self.graph, self.plan, replay(self.graph), replay(self.graph, self.plan.dropped))
+
+    def summary(self) -> Summary:
+        """What the session did."""
+        s = Summary(steps=self.iterations, unhandled=list(self.unhandled))
+        if self.graph is None or self.plan is None:
+            return s
+        s.measured_peak = self.measured_peak
+        s.eager_peak, s.predicted_peak = self.plan.base_peak, self.plan.peak
+        s.base_bytes = sum(
+            t.nbytes for t in self.graph.storages if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
+        )
+        s.extra_seconds, s.step_seconds = self.plan.extra_seconds, self.plan.step_seconds
+        s.plan_notes = list(self.plan.notes)
+        by_layer: dict[str, tuple[int, int]] = {}
+        for v in self.plan.dropped:
+            value = self.graph.values[v]
+            layer = self.graph.ops[value.producer].layer
+            size, count = by_layer.get(layer, (0, 0))
+            by_layer[layer] = (size + self.graph.nbytes(v), count + 1)
+        s.rebuilt = sorted(((k, b, n) for k, (b, n) in by_layer.items()), key=lambda r: -r[1])
+        return s
+
+    # --- modules -----------------------------------------------------------------------------------------------------
+
+    def _add_root(self, model: torch.nn.Module) -> None:
+        name = type(model).__name__
+        number = 2
+        while name in self._roots and self._roots[name]() is not None:
+            name = f"{type(model).__name__}#{number}"
+            number += 1
+        device = next((p.device for p in model.parameters()), None)
+        if device is not None:
+            if device.type not in ("cpu", "cuda"):
+                raise UnsupportedDevice(f"{type(model).__name__} is on {device}; torch-echo handles cpu and cuda")
+            if self.device is None:
+                self.device = device
+        self._roots[name] = weakref.ref(model)
+        for path, module in model.named_modules():
+            known = entries.get(id(module))
+            if id(module) not in entries or (known is not None and known.module() is not module):
+                entries[id(module)] = Entry(self, module, f"{name}.{path}" if path else name, root=not path)
+        if self.phase in (Phase.CHECK, Phase.STEADY) and device is not None and self._records < 3:
+            self._late_roots = True
+
+    def meet(self, module: torch.nn.Module) -> Entry | None:
+        """A module that no session knows is called for training. See :class:`torch_echo.tape._entry.Owner`."""
+        if self._local.depth or compat.current_node() is not None:
+            return None
+        try:
+            self._add_root(module)
+        except UnsupportedDevice as error:
+            if self.options.strict:
+                raise
+            self._note("module", str(error), once=True)
+            entries[id(module)] = None
+            return None
+        return entries[id(module)]
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of a module that this session knows."""
+        local = self._local
+        original = _entry.original_call
+        if not local.depth:
+            if not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
+                return original(module, *args, **kwargs)
+            self._enter_root(entry)
+            if self.phase is Phase.WAIT or self.phase is Phase.OFF or not self._may_tape(module):
+                local.depth += 1
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    local.depth -= 1
+        recorder = self._recorder
+        if recorder is not None and recorder.active:
+            if threading.get_ident() != self._thread:
+                return original(module, *args, **kwargs)
+            return self._call_recorded(recorder, entry, module, args, kwargs)
+        if self.installed is None or entry.table is None:
+            return original(module, *args, **kwargs)
+        tape = local.tape
+        before = tape.table, tape.mode_on, tape.hooks_on
+        tape.table = entry.table
+        tape.switch(entry.mode, entry.hooks)
+        local.depth += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            local.depth -= 1
+            tape.table = before[0]
+            tape.switch(before[1], before[2])
+            if not local.depth:
+                tape.prune()
+
+    def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        local = self._local
+        on = recorder.mode_on
+        compiled = compat.is_compiled(module)
+        recorder.enter(entry.path)
+        recorder.switch(not compiled)
+        local.depth += 1
+        if compiled:
+            self._note(entry.path, "it is compiled by torch.compile and left to it", once=True)
+        try:
+            return _entry.original_call(module, *args, **kwargs)
+        except BaseException:
+            if local.depth == 1:
+                self._abort_recording()
+            raise
+        finally:
+            local.depth -= 1
+            recorder.switch(on)
+            recorder.leave()
+
+    def _may_tape(self, module: torch.nn.Module) -> bool:
+        """Are this thread's neighbours such that a mode and hooks can be put on?"""
+        reason = None
+        if not compat.hooks_enabled():
+            reason = "saved-tensor hooks are disabled around its call"
+        elif compat.functorch_active():
+            reason = "it is called inside a functorch transform"
+        else:
+            top = compat.top_hooks()
+            if top is not None and top[1] is not unpack:
+                reason = "saved-tensor hooks of another tool are active around its call"
+        if reason is None:
+            return True
+        self._note(type(module).__name__, reason, once=True)
+        return False
+
+    def _enter_root(self, entry: Entry) -> None:
+        """A training call outside of any other begins."""
+        if self._backward_seen or self.iterations == 0:
+            self._backward_seen = False
+            self._next_iteration()
+
+    # --- iterations --------------------------------------------------------------------------------------------------
+
+    def _next_iteration(self) -> None:
+        self._finish_iteration()
+        self._raise_failure()
+        self.iterations += 1
+        if self.installed is not None:
+            self.installed.reset()
+        if self._late_roots and self.phase is Phase.STEADY:
+            self._late_roots = False
+            self._start_recording()
+        elif self.phase is Phase.WAIT and self.iterations >= 2:
+            self._start_recording()
+        elif self.phase is Phase.CHECK and self._check is None:
+            self._start_check()
+
+    def _finish_iteration(self) -> None:
+        """What was being watched is complete."""
+        if self._recorder is not None and self._recorder.active:
+            self._stop_recording()
+        if self._check is not None:
+            self._stop_check()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _start_recording(self) -> None:
+        if self.device is None:
+            return
+        if compat.profiler_running():
+            self._note("planning", "waits: a profiler of the script's is running", once=True)
+            return
+        known: dict[int, tuple[Kind, str]] = {}
+        old: list[torch.Tensor] = []
+        for name, ref in self._roots.items():
+            model = ref()
+            if model is None:
+                continue
+            for path, p in model.named_parameters():
+                layer = ".".join([name, *path.split(".")[:-1]])
+                known[compat.storage_key(p)] = (Kind.PARAMETER, layer)
+                if p.grad is not None and compat.storage_key(p.grad) != -1:
+                    known[compat.storage_key(p.grad)] = (Kind.GRADIENT, layer)
+                    old.append(p.grad)
+            for path, b in model.named_buffers():
+                known[compat.storage_key(b)] = (Kind.BUFFER, ".".join([name, *path.split(".")[:-1]]))
+        states = []
+        for optimizer in list(self._optimizers):
+            for state in optimizer.state.values():
+                for t in state.values():
+                    if isinstance(t, torch.Tensor) and t.device.type == self.device.type:
+                        known[compat.storage_key(t)] = (Kind.OPTIMIZER_STATE, "")
+                        states.append(t)
+        self.installed = None
+        for e in entries.values():
+            if e is not None and e.owner is self:
+                e.table, e.mode, e.hooks = None, False, False
+        self._recorder = Recorder(self.device, known)
+        self._thread = threading.get_ident()
+        self._recorder.start(old, states)
+        self.phase = Phase.RECORD
+        self._records += 1
+        self.on_event("recording a step")
+
+    def _stop_recording(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None and self.device is not None
+        recorder.stop()
+        if not recorder.saved:
+            self.phase = Phase.WAIT
+            return
+        try:
+            cost = get_cost_model(self.options.cost, self.device)
+            self.graph = build(recorder, cost)
+            cost.save()
+            self.graph.rerun_overhead = RERUN_SECONDS
+            self._make_plan(recorder)
+        except CaptureError as error:
+            self._give_up(str(error), error)
+        except BudgetInfeasible as error:
+            self.phase = Phase.OFF
+            self._failure = error
+
+    def _make_plan(self, recorder: Recorder) -> None:
+        assert self.graph is not None and self.device is not None
+        options = self.options
+        budget = options.budget_bytes(self.device)
+        self.plan = plan(
+            self.graph,
+            budget=budget,
+            max_overhead=options.max_overhead,
+            policy=options.policy,
+            on_infeasible=options.on_infeasible,
+            fixed_seconds=engine_seconds(self.graph),
+        )
+        self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
+        self.phase = Phase.CHECK
+        self.on_event("planned")
+
+    def _abort_recording(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and recorder.active:
+            recorder.stop()
+            self.phase = Phase.WAIT
+
+    def _start_check(self) -> None:
+        if compat.profiler_running():
+            return
+        assert self.device is not None
+        base = live_bytes(self.device)
+        profile = compat.MemoryProfile()
+        profile.start()
+        self._check = (profile, base)
+
+    def _stop_check(self) -> None:
+        if self._check is None:
+            return
+        (profile, base), self._check = self._check, None
+        profile.stop()
+        if self.phase is not Phase.CHECK or self.plan is None or self.device is None:
+            return
+        memory, _, _ = profile.events(self.device)
+        live = top = 0
+        for event in memory:
+            live += event.nbytes
+            top = max(top, live)
+        self.measured_peak = base + top
+        self.phase = Phase.STEADY
+
+    def _give_up(self, why: str, error: TorchEchoError) -> None:
+        self.phase = Phase.OFF
+        self.installed = None
+        if self.options.strict:
+            self._failure = error
+            return
+        self._note("training step", why)
+        warnings.warn(f"torch-echo leaves training to plain PyTorch: {why}", stacklevel=4)
+
+    # --- engine and optimizer ----------------------------------------------------------------------------------------
+
+    def before_backward(self, keep_graph: bool) -> Any:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        state = self.lift()
+        local = self._local
+        if not local.depth:
+            local.tape.forget()
+            self._backward_seen = True
+        if self._recorder is not None and threading.get_ident() == self._thread:
+            self._recorder.mark("backward", keep_graph)
+        return state
+
+    def after_backward(self, state: Any) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        if self._recorder is not None and threading.get_ident() == self._thread:
+            self._recorder.mark("done")
+        self.lower(state)
+
+    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        self._optimizers.add(optimizer)
+        if self._backward_seen:
+            self._finish_iteration()
+
+    def lift(self) -> Any:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        recorder, tape = self._recorder, self._local.tape
+        state = (recorder, recorder.mode_on if recorder is not None else False, tape.mode_on, tape.hooks_on)
+        if recorder is not None and threading.get_ident() == self._thread:
+            recorder.switch(False)
+        tape.switch(False, False)
+        return state
+
+    def lower(self, state: Any) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        recorder, on, mode, hooks = state
+        if recorder is not None and threading.get_ident() == self._thread:
+            recorder.switch(on)
+        self._local.tape.switch(mode, hooks)
+
+    # --- notes -------------------------------------------------------------------------------------------------------
+
+    def _note(self, what: str, why: str, once: bool = False) -> None:
+        """Remember something that was left to plain PyTorch, with the line of the script that led there."""
+        if once and any(w == what and y == why for w, y, _ in self.unhandled):
+            return
+        if self.options.strict:
+            raise CaptureError(f"{what}: {why}")
+        where = ""
+        for frame in reversed(traceback.extract_stack()):
+            if not frame.filename.startswith((_PACKAGE, _TORCH)) and "<frozen" not in frame.filename:
+                where = f"{frame.filename}:{frame.lineno}"
+                break
+        self.unhandled.append((what, why, where))
