@@ -1,15 +1,22 @@
 """torch-echo: PyTorch training in less device memory, without a change to the training code."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torch_echo._version import __version__
-from torch_echo.api import Handle, apply, explain
-from torch_echo.errors import (
-    BudgetInfeasible,
-    CaptureError,
-    GraphFileError,
-    OptionError,
-    TorchEchoError,
-    UnsupportedDevice,
-)
+
+if TYPE_CHECKING:
+    from torch_echo.api import Handle, apply, explain
+    from torch_echo.errors import (
+        BudgetInfeasible,
+        CaptureError,
+        GraphFileError,
+        OptionError,
+        TorchEchoError,
+        UnsupportedDevice,
+    )
 
 __all__ = [
     "BudgetInfeasible",
@@ -23,3 +30,16 @@ __all__ = [
     "apply",
     "explain",
 ]
+
+_IN_API = ("Handle", "apply", "explain")
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: the launcher must not import torch before the script does (environment, number of threads).
+    if name not in __all__:
+        raise AttributeError(f"module 'torch_echo' has no attribute {name!r}")
+    return getattr(import_module("torch_echo.api" if name in _IN_API else "torch_echo.errors"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

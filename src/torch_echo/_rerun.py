@@ -1,6 +1,7 @@
 """The dynamic part of a replay: what backward rebuilds, event by event. The rules stand in :mod:`torch_echo.footprint`.
 
-This is the planner's inner loop; it is written for speed in plain Python: few calls, one list entry per change of bytes.
+This is the planner's inner loop; it is written for speed in plain Python: few calls, one list entry per change of
+bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _GONE, _RECORDED, _QUEUED = 0, 1, 2
 class Run:
     """One run through the backward events.
 
-    Bytes belong to *owners*: storages, then ``n_storages + op`` for the workspace of a re-run op, then ``n_storages + n_ops + op``
-    for the generator's state that its record holds. A change is an owner plus one, negative when its bytes go.
+    Bytes belong to *owners*: storages, then ``n_storages + op`` for the workspace of a re-run op, then ``n_storages +
+    n_ops + op`` for the generator's state that its record holds. A change is an owner plus one, negative when its bytes
+    go.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Run:
             return
         pending, state, release = self.pending, self.state, self.release
         changes, ends, storage = self.changes, self._ends, r.storage_list
+        later, later_ticks = self.later, self.later_ticks
         self._ticks = r.ev_tick[wanted].tolist()
         for t, v, until in zip(self._ticks, r.ev_value[wanted].tolist(), r.ev_extra[wanted].tolist(), strict=True):
             if not state[v]:
@@ -103,8 +106,12 @@ class Run:
             if release[v] < until:
                 release[v] = until
             if not left:
-                if state[v] == _REBUILT and release[v] <= t:
-                    changes.append(-1 - storage[v])
+                if state[v] == _REBUILT:  # as in _free
+                    if release[v] <= t:
+                        changes.append(-1 - storage[v])
+                    else:
+                        later.append(-1 - storage[v])
+                        later_ticks.append(release[v])
                     state[v] = _ABSENT
                 else:
                     self._let_go(v, t)
@@ -254,7 +261,8 @@ class Run:
             reran.extend(todo)
 
     def _execute(self, ops: list[int], t: int) -> None:
-        """Re-run ops. Of each: its outputs appear; those that nothing waits for and the reads that nothing else needs go."""
+        """Re-run ops. Of each: its outputs appear; those that nothing waits for and the reads that nothing else needs
+        go."""
         r = self.replayer
         dropped, state, pending, holds, record = self.dropped, self.state, self.pending, self.holds, self.record
         changes, blocks, workspace, reads, storage = self.changes, r.blocks, r.workspace, r.live_reads, r.storage_list

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from torch_echo._version import __version__
 from torch_echo.errors import GraphFileError, OptionError, TorchEchoError
 from torch_echo.launch import Target, fail, launch
 from torch_echo.options import Options
@@ -42,9 +43,7 @@ def _plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from torch_echo.report.files import package_version
-
-        click.echo(f"torch-echo {package_version()}")
+        click.echo(f"torch-echo {__version__}")
         ctx.exit()
 
 
@@ -102,7 +101,7 @@ def _explain(graph_file: str, **given: Any) -> None:
         explanation = Explanation.of_file(graph_file, options)
     except OSError as error:
         raise GraphFileError(f"can't read the graph file {graph_file!r}: {error.strerror}") from error
-    click.echo(str(explanation), nl=False)
+    click.echo(str(explanation))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,17 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 
 
+def take_hooks(pack: Any) -> None:
+    """Take the pair of hooks whose first is `pack` off this thread's stack, out from under pairs that were added after it."""
+    above = []
+    while (top := top_hooks()) is not None and top[0] != pack:
+        above.append(top)
+        pop_hooks()
+    pop_hooks()
+    for other in reversed(above):
+        push_hooks(*other)
+
+
 def top_hooks() -> tuple[Any, Any] | None:
     """The innermost pair of saved-tensor hooks of this thread, or None."""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)

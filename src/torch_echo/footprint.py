@@ -1,24 +1,24 @@
 """The footprint: live bytes over one training iteration, replayed for a given set of dropped values.
 
-Problem. Given a :class:`TrainingGraph` and a set D of values that are dropped in the forward pass and rebuilt in the backward
-pass, say which bytes are alive at every moment, which ops run again, and when.
+Problem. Given a :class:`TrainingGraph` and a set D of values that are dropped in the forward pass and rebuilt in the
+backward pass, say which bytes are alive at every moment, which ops run again, and when.
 
-Method. A replay of what the runtime does. Blocks that no decision touches are one array of changes per tick, made once per
-graph. For D, the lifetimes of dropped blocks are cut in that array, and the backward pass is run event by event:
+Method. A replay of what the runtime does. Blocks that no decision touches are one array of changes per tick, made once
+per graph. For D, the lifetimes of dropped blocks are cut in that array, and the backward pass is run event by event:
 
-- An op that makes a dropped value which something still needs leaves a *record*. A record pins the values outside D that the
-  op read, and the generator's state if it is random, until the op has been re-run.
+- An op that makes a dropped value which something still needs leaves a *record*. A record pins the values outside D
+  that the op read, and the generator's state if it is random, until the op has been re-run.
 - ``pending(w)`` counts the saves of w not yet unpacked and the records that read w.
-- A save of w that is unpacked uses w if it is materialised, adopts the original block if the script still holds it (then a
-  record that nothing waits for any more is cancelled), or re-runs the unexecuted producers that w depends on, in their order.
-  Each op is re-run once.
+- A save of w that is unpacked uses w if it is materialised, adopts the original block if the script still holds it
+  (then a record that nothing waits for any more is cancelled), or re-runs the unexecuted producers that w depends on,
+  in their order. Each op is re-run once.
 - A rebuilt block lives until nothing is pending on it and every node that unpacked it has let go.
 
 Cost. Linear in ops, reads and ticks: about 5 µs per re-run op, the rest is NumPy.
 
-What it does not do. Ops of the original run add nothing beyond the storages of the graph (their temporaries are storages);
-``Op.workspace`` counts when the op is re-run. A save that is unpacked in several passes counts in the first only. Fragmentation
-of the allocator is not modelled.
+What it does not do. Ops of the original run add nothing beyond the storages of the graph (their temporaries are
+storages); ``Op.workspace`` counts when the op is re-run. A save that is unpacked in several passes counts in the first
+only. Fragmentation of the allocator is not modelled.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Footprint:
         return self._trace.owners(tick, int(np.searchsorted(self._trace.ticks, tick, side="right")) - 1)[0]
 
     def curve(self) -> tuple[IntArray, IntArray]:
-        """Ticks and the bytes alive after each change, in order; a tick repeats where a rebuild changes several things."""
+        """Ticks and the bytes alive after each change, in order; a tick repeats where a rebuild changes several
+        things."""
         return self._trace.curve()
 
     def lifetimes(self) -> tuple[IntArray, IntArray]:
@@ -213,7 +214,8 @@ class Replayer:
         self._prepare_events()
 
     def _prepare_events(self) -> None:
-        """Saves in the order in which backward unpacks them; ends of passes that keep the graph, and handle deaths after."""
+        """Saves in the order in which backward unpacks them; ends of passes that keep the graph, and handle deaths
+        after."""
         graph = self.graph
         keeping = [p for p in graph.passes if p.keeps_graph]
         events: list[tuple[int, int, int, int]] = []
@@ -243,34 +245,38 @@ class Replayer:
         """`dropped` as a mask over values, checked."""
         mask = np.zeros(self.n_values, bool)
         index = np.fromiter(dropped, np.int64, len(dropped))
-        if len(index) and not (0 <= index.min() and index.max() < self.n_values):
+        if len(index) and (index.min() < 0 or index.max() >= self.n_values):
             raise ValueError(f"dropped values must be indices below {self.n_values}, got {index.min()}..{index.max()}")
         mask[index] = True
         bad = np.flatnonzero(mask & ~self.v_droppable)
         if len(bad):
-            raise ValueError(f"value {bad[0]} may not be dropped: it is not made in forward by an op that may be re-run")
+            raise ValueError(f"value {bad[0]} may not be dropped: no forward op that may be re-run makes it")
         child, parent = self._chain[:, 0], self._chain[:, 1]
         broken = np.flatnonzero(mask[child] & ~mask[parent])
         if len(broken):
             w, r = self._chain[broken[0]]
-            raise ValueError(f"value {w} is dropped but not value {r}, the earlier version that it is made from in place")
+            raise ValueError(f"value {w} is dropped but not value {r}, which it is made from in place")
         return mask
 
     def records(self, mask: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
         """Ops that leave a record under the dropped set `mask`, their reads, and pending readers per value."""
-        values = np.flatnonzero(mask)
-        ops = np.unique(self.v_producer[values])
+        ops = self._producers(mask)
         while True:
             reads, _ = self.reads_of(ops)
             pending = np.bincount(reads, minlength=self.n_values)
             pending += self.v_saved
             pending[~mask] = 0
-            wanted = np.unique(self.v_producer[values[pending[values] > 0]])
-            # Only a shrinking set can differ; the graph is acyclic, so what no longer shrinks is the closure from the saves.
-            wanted = np.intersect1d(wanted, ops, assume_unique=True)
-            if len(wanted) == len(ops):
+            # The graph is acyclic: if every op of `ops` is wanted by a save or by another of them, it is the closure.
+            wanted = self._producers(pending > 0)
+            if len(np.setdiff1d(ops, wanted, assume_unique=True)) == 0:
                 return ops, reads, pending
             ops = self._needed(ops, mask)
+
+    def _producers(self, mask: NDArray[np.bool_]) -> IntArray:
+        """The ops that make the values of `mask`, in order."""
+        flags = np.zeros(self.n_ops, bool)
+        flags[self.v_producer[mask]] = True
+        return np.flatnonzero(flags)
 
     def _needed(self, ops: IntArray, mask: NDArray[np.bool_]) -> IntArray:
         """Those of `ops` that something waits for: one pass in reverse order."""
@@ -315,9 +321,7 @@ class Replayer:
         peak, tick, at = self._peak(base, ev_ticks, deltas)
         rerun = run.rerun
         extra = float(self.op_cost[rerun].sum()) if rerun else 0.0
-        trace = _Trace(
-            self, end, extended, rng_ops, self.op_start[rng_ops], base, ev_ticks, deltas, owners, at, tick
-        )
+        trace = _Trace(self, end, extended, rng_ops, self.op_start[rng_ops], base, ev_ticks, deltas, owners, at, tick)
         rerun_op = -1
         if at >= 0 and ev_ticks[at] == tick:
             rerun_op = run.op_at(int(serial[at]))
@@ -359,8 +363,8 @@ def check_plan(graph: TrainingGraph, dropped: Collection[int]) -> None:
 
     1. Only values that may be dropped are, together with the versions that they are made from in place.
     2. No op that must be kept (``Trait.KEEP``) is re-run.
-    3. Whatever a re-run op reads is rebuilt too, or pinned. A pinned value is alive when the op runs first and keeps its
-       contents: nothing overwrites it before backward.
+    3. Whatever a re-run op reads is rebuilt too, or pinned. A pinned value is alive when the op runs first and keeps
+       its contents: nothing overwrites it before backward.
     4. Whatever backward unpacks is kept or rebuilt.
     5. Outside passes that keep the graph, each op is re-run at most once.
     """

@@ -1,7 +1,8 @@
 """Training graphs as files.
 
-A file is a zip archive: ``header.json`` with the format's name, its version, the graph's scalars and its table of texts, and one
-``.npy`` per column (no pickled objects), so that large graphs load quickly and small ones can be looked at with common tools.
+A file is a zip archive: ``header.json`` with the format's name, its version, the graph's scalars and its table of
+texts, and one ``.npy`` per column (no pickled objects), so that large graphs load quickly and small ones can be looked
+at with common tools.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def save_graph(graph: TrainingGraph, path: str | os.PathLike[str]) -> None:
 
 
 def load_graph(path: str | os.PathLike[str]) -> TrainingGraph:
-    """Read a graph that :func:`save_graph` wrote, and check it. Raises GraphFileError; a file that is not there, OSError."""
+    """Read a graph that :func:`save_graph` wrote, and check it. Raises GraphFileError; a file that is not there,
+    OSError."""
     expected = f"expected a file written by torch-echo (format version {VERSION})"
     try:
         with zipfile.ZipFile(path) as archive:

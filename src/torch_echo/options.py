@@ -14,14 +14,11 @@ from torch_echo.units import parse_budget
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_MAX_OVERHEAD", "Cost", "OnInfeasible", "Options", "Policy"]
+__all__ = ["Cost", "OnInfeasible", "Options", "Policy"]
 
 Policy = Literal["echo", "paper"]
 Cost = Literal["measured", "analytic"]
 OnInfeasible = Literal["raise", "least"]
-
-DEFAULT_MAX_OVERHEAD = 0.03
-"""Used where neither `memory_budget` nor `max_overhead` is set."""
 
 _PREFIX = "TORCH_ECHO_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -35,7 +32,8 @@ class Options:
     """Peak to stay under, everything on the device included: bytes, "8GiB", or a fraction of the device's memory (of
     the machine's on CPU). The plan with the least extra time that fits is taken."""
     max_overhead: float | None = None
-    """Fraction of a step's time that rebuilding may add, at least 0. The plan with the least memory is taken."""
+    """Fraction of a step's time that rebuilding may add, at least 0. The plan with the least memory is taken.
+    0.03 where neither this nor a budget is set."""
     policy: Policy = "echo"
     """"echo": minimum cuts and a search judged by the replayed footprint. "paper": the rule of the Echo paper."""
     cost: Cost = "measured"

@@ -45,7 +45,8 @@ def parse_bytes(value: int | str, option: str = "size") -> int:
 
 
 def parse_budget(value: float | str, device_bytes: int | None, option: str = "memory_budget") -> int:
-    """Bytes of a memory budget: a size as in :func:`parse_bytes`, or a fraction (0 < f <= 1, a float) of the device's memory.
+    """Bytes of a memory budget: a size as in :func:`parse_bytes`, or a fraction (0 < f <= 1, a float) of the device's
+    memory.
 
     A text such as "0.8" or "80%" is a fraction too. Raises OptionError.
     """

@@ -1,22 +1,29 @@
-"""Graphs for tests: a builder for hand-made ones, and random ones that are consistent in the way real iterations are."""
+"""Graphs for tests: a builder for hand-made ones, and random ones that are consistent in the way real iterations
+are."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
 
-__all__ = ["Builder", "random_graph", "random_graphs", "residual_chain", "transformer"]
+__all__ = ["Builder", "examples", "random_graph", "random_graphs", "residual_chain", "transformer"]
+
+
+def examples(n: int) -> settings:
+    """`n` examples, the same in every run."""
+    return settings(max_examples=n, deadline=None, database=None, derandomize=True)
 
 
 class Builder:
     """Builds a graph op by op, as an iteration runs: forward ops, then `backward()`.
 
-    The script lets go of a value after the last forward op that reads it, unless `hold` says otherwise; autograd lets go when the
-    backward node has read it.
+    The script lets go of a value after the last forward op that reads it, unless `hold` says otherwise; autograd lets
+    go when the backward node has read it.
     """
 
     def __init__(self, *, step_seconds: float = 0.0, rerun_overhead: float = 0.0, rng_state_bytes: int = 16) -> None:
@@ -56,8 +63,8 @@ class Builder:
         in_place: int | None = None,
         flops: float = 0.0,
     ) -> list[int]:
-        """A forward op. `saves`: values that its backward reads; "out0" is its first output. `grad`: bytes that its backward
-        makes and that live until the next node has run. `in_place`: the value that it overwrites."""
+        """A forward op. `saves`: values that its backward reads; "out0" is its first output. `grad`: bytes that its
+        backward makes and that live until the next node has run. `in_place`: the value that it overwrites."""
         graph = self.graph
         cls = self._classes.setdefault((layer, name), len(graph.classes))
         if cls == len(graph.classes):
@@ -76,7 +83,19 @@ class Builder:
             graph.values.append(Value(len(graph.storages) - 1, 0, o))
             outputs.append(len(graph.values) - 1)
         graph.ops.append(
-            Op(name, layer, Phase.FORWARD, cls, instance, start, self.now(), tuple(reads), tuple(outputs), seconds, flops)
+            Op(
+                name,
+                layer,
+                Phase.FORWARD,
+                cls,
+                instance,
+                start,
+                self.now(),
+                tuple(reads),
+                tuple(outputs),
+                seconds,
+                flops,
+            )
         )
         graph.ops[-1].traits, graph.ops[-1].workspace = traits, workspace
         saved = tuple(outputs[int(s.removeprefix("out"))] if isinstance(s, str) else s for s in saves)
@@ -118,7 +137,16 @@ class Builder:
             graph.saves.extend(made)
             op = graph.ops[o]
             graph.ops.append(
-                Op(f"{op.name}_backward", op.layer, Phase.BACKWARD, op.cls, op.instance, begin, end, seconds=2 * op.seconds)
+                Op(
+                    f"{op.name}_backward",
+                    op.layer,
+                    Phase.BACKWARD,
+                    op.cls,
+                    op.instance,
+                    begin,
+                    end,
+                    seconds=2 * op.seconds,
+                )
             )
         done = self.now()
         graph.passes.append(BackwardPass(start, done))
@@ -156,18 +184,25 @@ def transformer(layers: int, width: int = 64, rows: int = 256) -> TrainingGraph:
     for i in range(layers):
         layer = f"h.{i}"
         w = b.outside(12 * width * width * 4)
-        n, stat = b.op("layer_norm", [x], [small, rows * 8], cheap, layer=layer, saves=[x, "out1"], grad=small)
+        n, _ = b.op("layer_norm", [x], [small, rows * 8], cheap, layer=layer, saves=[x, "out1"], grad=small)
         qkv = b.op("addmm", [n, w], [3 * small], 3 * gemm, layer=layer, saves=[n, w], grad=small)[0]
         a, _ = b.op(
             "attention", [qkv], [small, rows * 16], 2 * gemm, layer=layer, saves=[qkv, "out0", "out1"], grad=3 * small
         )
         p = b.op("addmm", [a, w], [small], gemm, layer=layer, saves=[a, w], grad=small)[0]
         x2 = b.op("add", [x, p], [small], cheap, layer=layer)[0]
-        n2, stat = b.op("layer_norm", [x2], [small, rows * 8], cheap, layer=layer, saves=[x2, "out1"], grad=small)
+        n2, _ = b.op("layer_norm", [x2], [small, rows * 8], cheap, layer=layer, saves=[x2, "out1"], grad=small)
         h = b.op("addmm", [n2, w], [4 * small], 4 * gemm, layer=layer, saves=[n2, w], grad=small)[0]
         g = b.op("gelu", [h], [4 * small], 8 * cheap, layer=layer, saves=[h], grad=4 * small)[0]
-        m, d = b.op(
-            "dropout", [g], [small, 4 * small], 4 * cheap, layer=layer, saves=["out0"], grad=4 * small, traits=Trait.RANDOM
+        _, d = b.op(
+            "dropout",
+            [g],
+            [small, 4 * small],
+            4 * cheap,
+            layer=layer,
+            saves=["out0"],
+            grad=4 * small,
+            traits=Trait.RANDOM,
         )
         y = b.op("addmm", [d, w], [small], 4 * gemm, layer=layer, saves=[d, w], grad=4 * small)[0]
         x = b.op("add", [x2, y], [small], cheap, layer=layer)[0]
@@ -176,8 +211,8 @@ def transformer(layers: int, width: int = 64, rows: int = 256) -> TrainingGraph:
 
 
 def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = False) -> TrainingGraph:
-    """A random iteration: several outputs, in-place versions, random and keep-only ops, values that the script holds, saves that
-    are never read. With `keeps_graph`, two passes, of which the first keeps the graph."""
+    """A random iteration: several outputs, in-place versions, random and keep-only ops, values that the script holds,
+    saves that are never read. With `keeps_graph`, two passes, of which the first keeps the graph."""
     g = TrainingGraph(
         base_bytes=rng.choice([0, 100]), rerun_overhead=rng.choice([0.0, 0.25]), rng_state_bytes=rng.choice([0, 7])
     )

@@ -1,4 +1,5 @@
-"""A slow replay that states the rules directly: every quantity is computed anew from the state whenever it is asked for."""
+"""A slow replay that states the rules directly: every quantity is computed anew from the state whenever it is asked
+for."""
 
 from __future__ import annotations
 
@@ -102,8 +103,8 @@ class Reference:
         end = self.script_end(s) if last in self.dropped else storage.free
         if self.now < end or end >= self.g.ticks:
             return True
-        pinned = any(self.storage(r) == s and r not in self.dropped for o in self.records() for r in self.g.ops[o].reads)
-        return pinned or any(self.storage(v) == s for v in self.adopted)
+        pinned = {r for o in self.records() for r in self.g.ops[o].reads} - self.dropped
+        return any(self.storage(v) == s for v in pinned | self.adopted)
 
     def sample(self) -> None:
         """Note the bytes alive now."""

@@ -146,7 +146,12 @@ def explained() -> dict[str, Any]:
         ),
         Decision("aten::addmm", "decoder.out", 60, 0, 0, 0, 3 * MIB, 0.0, "keep", "kept: re-running takes 25 ms"),
         Decision("aten::add", "", 1, 1, MIB, MIB, 0, 2e-6, "rebuild", "[cheap]"),
-        *(Decision("aten::mm", f"heads.{i}", 1, 0, 0, 0, MIB, 0.0, "keep", "must not be re-run") for i in range(30)),
+        *(
+            Decision("aten::tanh", f"heads.{i}.act", 2, 1, MIB, MIB, MIB, 0.001, "rebuild", "backward reads it",
+                     (f"heads.{i}.act:aten::add", f"heads.{i}.lin:aten::addmm"))
+            for i in range(3)
+        ),
+        *(Decision("aten::mm", f"heads{i}", 1, 0, 0, 0, MIB, 0.0, "keep", "must not be re-run") for i in range(30)),
     ]  # fmt: skip
     return {
         "graph": graph,

@@ -1,8 +1,9 @@
 """The planner: which feature maps to drop and rebuild. It knows :mod:`torch_echo.graph` and nothing of torch.
 
-:func:`plan` is the way in: it takes a graph and a budget and returns a :class:`Plan`. Behind it, in the order in which the parts
-run: ``_cut`` (the exact trade at given prices), ``_prices`` (which prices), ``_search`` (candidates, each replayed), ``_front``
-(those worth having), ``_explain`` (reasons). ``_paper`` is the rule of the Echo paper, a baseline.
+:func:`plan` is the way in: it takes a graph and a budget and returns a :class:`Plan`. Behind it, in the order in which
+the parts run: ``_cut`` (the exact trade at given prices), ``_prices`` (which prices), ``_search`` (candidates, each
+replayed), ``_front`` (those worth having), ``_explain`` (reasons). ``_paper`` is the rule of the Echo paper, a
+baseline.
 """
 
 from torch_echo.planning._cut import MinCut

@@ -1,10 +1,11 @@
 """The exact trade of bytes against seconds at given prices: a minimum cut.
 
-Problem. Every value that backward needs is either kept, at a price in seconds, or rebuilt by re-running its producer, which
-costs the op's time and needs the op's own reads, kept or rebuilt in turn. Find the cheapest choice for the whole graph.
+Problem. Every value that backward needs is either kept, at a price in seconds, or rebuilt by re-running its producer,
+which costs the op's time and needs the op's own reads, kept or rebuilt in turn. Find the cheapest choice for the whole
+graph.
 
-Method. A flow network: a node A(o) per forward op ("o is re-run") and V(v) per value ("v is available in backward"); being on
-the sink side means yes.
+Method. A flow network: a node A(o) per forward op ("o is re-run") and V(v) per value ("v is available in backward");
+being on the sink side means yes.
 
 - source -> A(o), capacity seconds(o): cut when o is re-run.
 - A(o) -> V(v), capacity price(v), for each output: cut when v is kept. Infinite if v is overwritten before backward.
@@ -12,17 +13,18 @@ the sink side means yes.
 - V(u) -> A(o), infinite, for each read u of o: re-running o needs u.
 - V(v) -> sink, infinite, for each v that backward reads.
 
-A value of price 0 that can be kept is available for nothing and has no node; parameters and inputs are such. The minimum cut
-is the cheapest choice; among equally cheap ones, the one that re-runs least (the smallest sink side) is returned.
+A value of price 0 that can be kept is available for nothing and has no node; parameters and inputs are such. The
+minimum cut is the cheapest choice; among equally cheap ones, the one that re-runs least (the smallest sink side) is
+returned.
 
 Cost. One run of OR-Tools' SimpleMaxFlow: about 5 ms for 4,000 ops, below half a second for 50,000.
 
-What it does not do. Prices are constants: that a value's lifetime depends on other decisions is for the caller's search. Each
-value has one producer. Two versions of one storage that can both be kept are charged twice.
+What it does not do. Prices are constants: that a value's lifetime depends on other decisions is for the caller's
+search. Each value has one producer. Two versions of one storage that can both be kept are charged twice.
 
-Source. Checkpointing as a cut: Zheng, Vijaykumar, Pekhimenko, "Echo" (ISCA 2020) cuts greedily at compute-heavy ops; the exact
-form over joint graphs is folklore of project selection (Picard 1976) and is also used by PyTorch's min-cut partitioner, with
-other capacities.
+Source. Checkpointing as a cut: Zheng, Vijaykumar, Pekhimenko, "Echo" (ISCA 2020) cuts greedily at compute-heavy ops;
+the exact form over joint graphs is folklore of project selection (Picard 1976) and is also used by PyTorch's min-cut
+partitioner, with other capacities.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ class MinCut:
     def solve(self, price: FloatArray, op_price: FloatArray | None = None) -> Mask:
         """The cheapest choice: a mask of the values to drop and rebuild.
 
-        `price`: seconds charged for keeping each value. `op_price`: seconds charged for re-running each op, beyond its own.
+        `price`: seconds charged for keeping each value. `op_price`: seconds charged for re-running each op, beyond its
+        own.
         """
         cost = self.replayer.op_cost if op_price is None else self.replayer.op_cost + op_price
         free = self.keepable & (price <= 0)
@@ -144,7 +147,8 @@ class MinCut:
         return mask & (pending > 0)
 
     def complete(self, mask: Mask) -> Mask | None:
-        """The smallest legal plan that drops `mask`: reads that cannot be kept are rebuilt too. None if there is none."""
+        """The smallest legal plan that drops `mask`: reads that cannot be kept are rebuilt too. None if there is
+        none."""
         mask = mask.copy()
         todo = np.flatnonzero(mask)
         while len(todo):

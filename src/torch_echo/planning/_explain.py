@@ -49,9 +49,7 @@ class Decision:
         return self.bytes_less_at_peak
 
 
-def explain(
-    replayer: Replayer, dropped: Collection[int], base: Footprint, footprint: Footprint
-) -> list[Decision]:
+def explain(replayer: Replayer, dropped: Collection[int], base: Footprint, footprint: Footprint) -> list[Decision]:
     """The decisions of a plan, by bytes; `base` and `footprint` are the replays without and with it. Cost: linear."""
     graph = replayer.graph
     cut = MinCut(replayer)

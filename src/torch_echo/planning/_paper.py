@@ -2,23 +2,25 @@
 
 Problem. Decide by bytes alone, without prices, times or the footprint of the whole, which cheap ops to re-run.
 
-Method. Compute-heavy ops (matrix products, convolutions, recurrent layers, attention) are never re-run; they cut the forward
-pass into regions of cheap ops. Inside the regions, from the input side: the *frontier* are the undecided ops all of whose reads
-are available. Ops of the frontier that share a read form a group, and for the group
+Method. Compute-heavy ops (matrix products, convolutions, recurrent layers, attention) are never re-run; they cut the
+forward pass into regions of cheap ops. Inside the regions, from the input side: the *frontier* are the undecided ops
+all of whose reads are available. Ops of the frontier that share a read form a group, and for the group
 
 - *released* are the bytes of its reads that nobody else reads, forward or backward,
-- *new* are the bytes of its outputs that anybody reads, and of its reads that are still read elsewhere; each tensor once.
+- *new* are the bytes of its outputs that anybody reads, and of its reads that are still read elsewhere; each tensor
+  once.
 
-Released >= new: keep the outputs (a tie keeps), and go on behind them. Otherwise the group is re-run, and all behind it up to the
-next heavy ops, whose backward then reads rebuilt inputs. Parameters and inputs of the iteration count on neither side.
+Released >= new: keep the outputs (a tie keeps), and go on behind them. Otherwise the group is re-run, and all behind it
+up to the next heavy ops, whose backward then reads rebuilt inputs. Parameters and inputs of the iteration count on
+neither side.
 
 Cost. Linear in reads, times the depth of the regions at worst.
 
-What it does not do. It knows neither budget nor time, and its plan may even have a higher peak than none. Released bytes count
-although the script may hold them.
+What it does not do. It knows neither budget nor time, and its plan may even have a higher peak than none. Released
+bytes count although the script may hold them.
 
-Source. Zheng, Vijaykumar, Pekhimenko: "Echo: Compiler-based GPU Memory Footprint Reduction for LSTM RNN Training", ISCA 2020,
-and the pass that its authors merged into MXNet. Unlike there, the cell state of an LSTM is not exempted by name.
+Source. Zheng, Vijaykumar, Pekhimenko: "Echo: Compiler-based GPU Memory Footprint Reduction for LSTM RNN Training", ISCA
+2020, and the pass that its authors merged into MXNet. Unlike there, the cell state of an LSTM is not exempted by name.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from numpy.typing import NDArray
 
 from torch_echo.footprint import Replayer
 from torch_echo.graph import Op
-from torch_echo.planning._cut import MinCut
 from torch_echo.planning._prices import Prices
 
 __all__ = ["is_heavy", "paper_plan"]
@@ -51,11 +52,11 @@ def is_heavy(op: Op) -> bool:
     return bool(_HEAVY.search(name)) or (op.bytes_moved > 0 and op.flops >= _INTENSITY * op.bytes_moved)
 
 
-def paper_plan(replayer: Replayer) -> Mask:
+def paper_plan(prices: Prices) -> Mask:
     """The values that the paper's rule drops."""
+    cut, replayer = prices.cut, prices.replayer
     graph = replayer.graph
-    cut = MinCut(replayer)
-    free: list[bool] = Prices(cut).free.tolist()
+    free: list[bool] = prices.free.tolist()
     saved: list[bool] = (replayer.v_saved > 0).tolist()
 
     # The regions: cheap ops that can be re-run from what is kept or made by such ops.
@@ -80,7 +81,7 @@ def paper_plan(replayer: Replayer) -> Mask:
             if _worth_keeping(group, replayer, free, saved, readers):
                 kept.update(group)
             else:
-                rerun.update(_behind(group, region, replayer, readers))
+                _add_all_behind(group, rerun, region, replayer, readers)
             done.extend(group)
         frontier = []
         for o in done:
@@ -140,14 +141,15 @@ def _worth_keeping(
     return sum(released.values()) >= sum(new.values())
 
 
-def _behind(group: list[int], region: set[int], replayer: Replayer, readers: dict[int, set[int]]) -> set[int]:
-    """The group and the ops of its region that depend on it."""
-    found = set(group)
-    todo = list(group)
+def _add_all_behind(
+    group: list[int], found: set[int], region: set[int], replayer: Replayer, readers: dict[int, set[int]]
+) -> None:
+    """Add the group, and the ops of the regions that depend on it, to `found`, which is closed in this way already."""
+    todo = [o for o in group if o not in found]
+    found.update(todo)
     while todo:
         for w in replayer.graph.ops[todo.pop()].writes:
             for reader in readers.get(w, ()):
                 if reader in region and reader not in found:
                     found.add(reader)
                     todo.append(reader)
-    return found

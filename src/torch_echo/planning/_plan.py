@@ -12,9 +12,11 @@ import numpy as np
 from torch_echo.errors import BudgetInfeasible, OptionError
 from torch_echo.footprint import Footprint, Replayer
 from torch_echo.graph import TrainingGraph
+from torch_echo.planning._cut import MinCut
 from torch_echo.planning._explain import Decision, explain
 from torch_echo.planning._front import Front, Point
 from torch_echo.planning._paper import paper_plan
+from torch_echo.planning._prices import Prices
 from torch_echo.planning._search import Search
 from torch_echo.units import format_bytes
 
@@ -66,11 +68,13 @@ def plan(
 ) -> Plan:
     """Plan a graph.
 
-    `budget`: bytes that the replayed peak may reach; the fastest plan that fits is taken. `max_overhead`: fraction of the step's
-    time that re-running may cost; the plan with the least peak is taken. With neither: an overhead of 0.03.
-    `fixed_seconds`: see :func:`torch_echo.planning.front`. `front`: one that was made for this graph before, to choose from.
+    `budget`: bytes that the replayed peak may reach; the fastest plan that fits is taken. `max_overhead`: fraction of
+    the step's time that re-running may cost; the plan with the least peak is taken. With neither: an overhead of 0.03.
+    `fixed_seconds`: see :func:`torch_echo.planning.front`. `front`: one that was made for this graph before, to choose
+    from.
 
-    Raises BudgetInfeasible if no plan fits and `on_infeasible` is "raise"; with "least" the plan with the least peak is taken.
+    Raises BudgetInfeasible if no plan fits and `on_infeasible` is "raise"; with "least" the plan with the least peak is
+    taken.
     """
     _check(budget, max_overhead, policy, on_infeasible)
     replayer = Replayer(graph)
@@ -125,9 +129,7 @@ def _check(budget: int | None, max_overhead: float | None, policy: str, on_infea
         raise OptionError(f'on_infeasible={on_infeasible!r} must be "raise" or "least"')
 
 
-def _choose(
-    front: Front, graph: TrainingGraph, budget: int | None, max_overhead: float | None
-) -> tuple[Point, bool]:
+def _choose(front: Front, graph: TrainingGraph, budget: int | None, max_overhead: float | None) -> tuple[Point, bool]:
     if budget is not None:
         point = front.for_budget(budget)
         return (front.least, False) if point is None else (point, True)
@@ -135,10 +137,8 @@ def _choose(
     return front.for_overhead(limit * graph.step_seconds), True
 
 
-def _paper(
-    replayer: Replayer, fixed_seconds: Callable[[frozenset[int]], float] | None
-) -> tuple[Front, Point]:
-    mask = paper_plan(replayer)
+def _paper(replayer: Replayer, fixed_seconds: Callable[[frozenset[int]], float] | None) -> tuple[Front, Point]:
+    mask = paper_plan(Prices(MinCut(replayer)))
     dropped = frozenset(np.flatnonzero(mask).tolist())
     found: Footprint = replayer.replay(dropped)
     extra = found.extra_seconds + (fixed_seconds(dropped) if fixed_seconds and dropped else 0.0)

@@ -1,8 +1,9 @@
 """What keeping a value costs: prices for the minimum cut.
 
-A kept value occupies bytes from its allocation to its last use; a dropped one until the script lets go of it, and again from
-its rebuild on. Only the difference can be saved, so only the difference is charged. When a value would be rebuilt depends on
-what else is dropped; the lifetimes here are estimates from the graph alone, and the replay judges what comes out.
+A kept value occupies bytes from its allocation to its last use; a dropped one until the script lets go of it, and again
+from its rebuild on. Only the difference can be saved, so only the difference is charged. When a value would be rebuilt
+depends on what else is dropped; the lifetimes here are estimates from the graph alone, and the replay judges what comes
+out.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Prices:
                 release[save.value] = max(release[save.value], save.release)
         self.first_unpack, self.last_release = unpack, release
 
-        # Until when a record that reads v holds it: its op re-runs when backward first wants one of its outputs; an output that
-        # is not saved is wanted when the last of its own readers re-runs at the latest.
+        # Until when a record that reads v holds it: its op re-runs when backward first wants one of its outputs; an
+        # output that is not saved is wanted when the last of its own readers re-runs at the latest.
         first: list[int] = unpack.tolist()
         pinned = [-1] * n
         for o in cut.ops[::-1].tolist():
@@ -46,6 +47,10 @@ class Prices:
                 rerun = max(rerun, first[w] if first[w] < never else pinned[w])
             for x in graph.ops[o].reads:
                 pinned[x] = max(pinned[x], rerun)
+        self._rerun_at = np.full(r.n_ops, never, np.int64)
+        """Tick at which each op re-runs at the latest, if backward reads what it makes and that is dropped."""
+        made = r.v_producer >= 0
+        np.minimum.at(self._rerun_at, r.v_producer[made], unpack[made])
         s = r.v_storage
         self.alloc, self.held = r.s_alloc[s], r.s_held[s]
         last_use = np.maximum(release, np.array(pinned, np.int64))
@@ -54,28 +59,27 @@ class Prices:
         self.free = outlives & cut.keepable
         """Values that are there anyway for as long as backward can need them."""
         self.nbytes = np.where(self.free, 0, r.s_bytes[s]).astype(np.float64)
-        producer = np.maximum(r.v_producer, -1)
-        self.position = producer
+        self.position = r.v_producer
         """Place along the forward order."""
 
-    def uniform(self, seconds_per_byte: float) -> FloatArray:
-        """The same price for every byte."""
-        return self.nbytes * seconds_per_byte
-
-    def along(self, before: float, after: float, position: int) -> FloatArray:
-        """One price for values made before `position` in the forward order, another from there on."""
-        return self.nbytes * np.where(self.position < position, before, after)
+    def states(self, tick: int | None = None) -> FloatArray:
+        """Bytes of the generator's state that the record of each op holds: ever, or at `tick`."""
+        held = self.replayer.op_random
+        if tick is not None:
+            held = held & (self.replayer.op_start <= tick) & (tick < self._rerun_at)
+        return held * float(self.replayer.graph.rng_state_bytes)
 
     def waists(self, seconds_per_byte: float, mask: Mask, segments: int, window: float) -> FloatArray:
-        """The uniform price, but what the plan `mask` keeps becomes dear, except in a window (a fraction of a stretch) at the
-        end of each of `segments` stretches: those are rebuilt one at a time, from what is kept between them."""
+        """The uniform price, but what the plan `mask` keeps becomes dear, except in a window (a fraction of a stretch)
+        at the end of each of `segments` stretches: those are rebuilt one at a time, from what is kept between them."""
         values = self.cut.values
         kept = values[~mask[values] & (self.nbytes[values] > 0) & self.cut.rebuildable[values]]
         places, rank = np.unique(self.position[kept], return_inverse=True)
         within = rank * segments / max(1, len(places)) % 1.0
         rate = np.full(len(self.nbytes), seconds_per_byte)
         rate[kept[within < 1.0 - max(window, 0.5 * segments / max(1, len(places)))]] *= 100
-        return self.nbytes * rate
+        result: FloatArray = self.nbytes * rate
+        return result
 
     def charged(self, tick: int) -> Mask:
         """Values that are alive at `tick` if kept, and not if dropped."""
@@ -83,26 +87,22 @@ class Prices:
         rebuilt = (self.first_unpack <= tick) & (tick < self.last_release)
         return kept & (tick >= self.held) & ~rebuilt
 
-    def at_moments(self, weights: dict[int, float], seconds_per_byte: float) -> FloatArray:
-        """Bytes are charged for the moments (ticks) that they live through, by weight."""
+    def at_moments(self, weights: dict[int, float]) -> tuple[FloatArray, FloatArray]:
+        """Bytes charged for the moments (ticks) that they live through, by weight: of values, and of records of ops."""
         total = np.zeros(len(self.nbytes))
+        states = np.zeros(self.replayer.n_ops)
         for tick, weight in weights.items():
             total[self.charged(tick)] += weight
-        return self.nbytes * total * seconds_per_byte
+            states += self.states(tick) * weight
+        return self.nbytes * total, states
 
     def early_rebuilds(self, mask: Mask, tick: int, seconds_per_byte: float) -> FloatArray:
-        """Per op: a charge for re-running it early. Under the plan `mask`, a value that backward itself reads only after
-        `tick` but that a reader's rebuild brings back before is charged to that reader."""
+        """Per op: a charge for re-running it early. Under the plan `mask`, a value that backward itself reads only
+        after `tick` but that a reader's rebuild brings back before is charged to that reader."""
         charge = np.zeros(self.replayer.n_ops)
         records, _, _ = self.replayer.records(mask)
         reads, owner = self.replayer.reads_of(records)
-        rerun_at = self._rerun_at(records)
         early = mask[reads] & (self.first_unpack[reads] > tick) & (tick < self.last_release[reads])
-        early &= rerun_at[owner] <= tick
+        early &= self._rerun_at[records[owner]] <= tick
         np.add.at(charge, records[owner[early]], self.nbytes[reads[early]] * seconds_per_byte)
         return charge
-
-    def _rerun_at(self, records: IntArray) -> IntArray:
-        ops = self.replayer.graph.ops
-        first = self.first_unpack
-        return np.array([min((int(first[w]) for w in ops[o].writes), default=0) for o in records.tolist()], np.int64)

@@ -1,30 +1,35 @@
 """Candidate plans for one graph, whatever the budget, and the front of those that are worth having.
 
-Problem. The exact cut needs prices, and the right prices are not known: what a kept byte costs depends on when the peak stands,
-which depends on the plan. Identical layers tie at one price, so a sweep alone jumps from "none of them" to "all of them".
+Problem. The exact cut needs prices, and the right prices are not known: what a kept byte costs depends on when the peak
+stands, which depends on the plan. Identical layers tie at one price, so a sweep alone jumps from "none of them" to "all
+of them".
 
 Method. Many cuts at different prices, each judged by a full replay; the front of (peak, time) is kept.
 
-1. *Sweep*: one price per byte, over the range in which the cut changes; between different neighbours, bisect.
-2. *Segments*: what a plan of the sweep keeps becomes dear except at the ends of k stretches, which are then rebuilt one at a
-   time.
-3. *Moments*: prices only for what is alive at the moments of the peak. Each replay adds its own peak moment to the weights
-   (fictitious play on "cut against moment"); early rebuilds that stand at the peak are charged to the ops that cause them.
-4. *Order*: between neighbours on the front, wherever the gap is widest: one plan before a threshold along the forward order and
-   the other after it, both ways.
-5. *Classes*: drop or keep all instances of one class, or the first or last half, from points of the front; taken if it improves.
+1. *Sweep*: one price per byte, over the range in which the cut changes, bisected between different neighbours; then one
+   price per byte that is alive where the peak stands. Of these cuts, a well-spread choice is replayed. The paper's plan
+   joins them.
+2. *Segments*: what a plan of the sweep keeps becomes dear except at the ends of k stretches, which are then rebuilt one
+   at a time.
+3. *Moments*: where dropping moves the peak, prices at several moments. Each replay adds its own peak moment to the
+   weights (fictitious play, "cut against moment"); early rebuilds that stand at the peak are charged to the ops that
+   cause them.
+4. *Order*: between neighbours on the front, wherever the gap is widest: one plan before a threshold along the forward
+   order and the other after it, both ways.
+5. *Classes*: drop or keep all instances of one class, or the first or last half, from points of the front; taken if it
+   improves.
 
-Cost. A few dozen replays for 100,000 ops, some hundreds for small graphs: the number is fixed by the size of the graph, never by
-a clock, so planning is deterministic.
+Cost. A few dozen replays for 100,000 ops, some hundreds for small graphs: the number is fixed by the size of the graph,
+never by a clock, so planning is deterministic.
 
 What it does not do. Each cut is optimal at its prices; the front is not proved optimal. No value is rebuilt twice.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +38,7 @@ from torch_echo.footprint import Footprint, Replayer
 from torch_echo.graph import TrainingGraph
 from torch_echo.planning._cut import MinCut
 from torch_echo.planning._front import Front, Point
+from torch_echo.planning._paper import paper_plan
 from torch_echo.planning._prices import Prices
 
 __all__ = ["Effort", "Search", "front"]
@@ -54,13 +60,13 @@ class Effort:
     @classmethod
     def for_size(cls, ops: int) -> Effort:
         """In proportion to what a replay costs: about a second for 1,000 ops, up to ten for 100,000."""
-        total = int(min(500, max(30, 1_000_000 // max(1, ops))))
+        total = int(min(500, max(44, 1_000_000 // max(1, ops))))
         small = ops <= 20_000
         return cls(
-            sweep=max(8, total // 8),
-            segments=max(5, total // 6),
-            moments=max(10, total // 4),
-            order=max(8, total // 4),
+            sweep=max(12, total // 5),
+            segments=max(4, total // 8),
+            moments=max(4, total // 6),
+            order=max(20, total // 4),
             classes=total // 4 if small else 0,
         )
 
@@ -74,7 +80,8 @@ def front(
 ) -> Front:
     """All plans worth having for `graph`.
 
-    `fixed_seconds`: what an engine costs beyond the re-runs when a given set is dropped, for instance its dispatch mode.
+    `fixed_seconds`: what an engine costs beyond the re-runs when a given set is dropped, for instance its dispatch
+    mode.
     """
     return Search(replayer or Replayer(graph), fixed_seconds, effort).run()
 
@@ -98,7 +105,9 @@ class Search:
         self._seen: dict[bytes, tuple[Point, Footprint]] = {}
         self._note(np.zeros(replayer.n_values, bool), self.base, self.front.baseline)
         self.replays = 1
+        self._way = 0
         self._swept: list[tuple[float, Mask, Point]] = []
+        self._swept_at_peak: list[tuple[float, Mask, Point]] = []
 
     def run(self) -> Front:
         """All parts, one after the other."""
@@ -142,48 +151,76 @@ class Search:
     # -- 1 -----------------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """One price for every byte."""
-        limit = self.replays + self.effort.sweep
+        """One price for every byte; then one for every byte at the moment of the peak; and the paper's rule for
+        comparison."""
+        self.judge(paper_plan(self.prices), "paper")
+        half = self.effort.sweep // 2
+        solved = self._solve_along(self.prices.nbytes, self.prices.states())
+        self._swept = self._judge_spread(solved, self.prices.nbytes, half, "sweep")
+        nbytes, states = self.prices.at_moments({self.base.tick: 1.0})
+        solved = self._solve_along(nbytes, states)
+        self._swept_at_peak = self._judge_spread(solved, nbytes, self.effort.sweep - half, "sweep at the peak")
+
+    def _solve_along(self, unit: FloatArray, op_unit: FloatArray) -> dict[float, Mask]:
+        """Cuts at multiples of the unit prices: geometric steps over the range in which they change, then bisection where
+        neighbours differ most in bytes."""
         ops, values = self.cut.ops, self.cut.values
-        nbytes = self.prices.nbytes[values]
-        middle = float(self.replayer.op_cost[ops].sum()) / max(1.0, float(nbytes.sum()))
-        solved: dict[float, Mask] = {}
+        if not unit[values].any():
+            return {}
+        middle = float(self.replayer.op_cost[ops].sum()) / float(unit[values].sum())
+        solved = {middle: self.cut.solve(unit * middle, op_unit * middle)}
         for factor in (0.25, 4.0):
             rate, same = middle, 0
             for _ in range(40):
-                mask = self.cut.solve(self.prices.uniform(rate))
-                same = same + 1 if any(np.array_equal(mask, m) for m in solved.values()) else 0
-                solved[rate] = mask
-                if (factor < 1 and not mask.any()) or same >= 4:
+                before, rate = solved[rate], rate * factor
+                solved[rate] = self.cut.solve(unit * rate, op_unit * rate)
+                same = same + 1 if np.array_equal(before, solved[rate]) else 0
+                if (factor < 1 and not solved[rate].any()) or same == 3:
                     break
-                rate *= factor
         rates = sorted(solved)
-        for rate in rates:
-            if self.replays < limit:
-                self.judge(solved[rate], "sweep")
-        # Bisect where neighbours differ most in bytes.
-        gaps = list(itertools.pairwise(rates))
-        while gaps and self.replays < limit:
+        gaps = list(pairwise(rates))
+        for _ in range(2 * self.effort.sweep):
+            if not gaps:
+                break
             low, high = max(gaps, key=lambda g: (self._distance(solved[g[0]], solved[g[1]]), -g[0]))
+            if not self._distance(solved[low], solved[high]):
+                break
             gaps.remove((low, high))
-            if high / low < 1.01 or not self._distance(solved[low], solved[high]):
-                continue
-            rate = float(np.sqrt(low * high))
-            solved[rate] = self.cut.solve(self.prices.uniform(rate))
-            self.judge(solved[rate], "sweep")
-            gaps += [(low, rate), (rate, high)]
+            if high / low > 1.01:
+                rate = float(np.sqrt(low * high))
+                solved[rate] = self.cut.solve(unit * rate, op_unit * rate)
+                gaps += [(low, rate), (rate, high)]
+        return solved
+
+    def _judge_spread(
+        self, solved: dict[float, Mask], unit: FloatArray, count: int, origin: str
+    ) -> list[tuple[float, Mask, Point]]:
+        """Replay at most `count` of the cuts, spread over charged bytes and seconds; those with their prices, in
+        order."""
+        rates: list[float] = []
+        masks: list[Mask] = []
         for rate in sorted(solved):
-            if not self._swept or not np.array_equal(self._swept[-1][1], solved[rate]):
-                known = self._seen.get(self._key(solved[rate]))
-                if known is not None:
-                    self._swept.append((rate, solved[rate], known[0]))
+            if solved[rate].any() and not (masks and np.array_equal(masks[-1], solved[rate])):
+                rates.append(rate)
+                masks.append(solved[rate])
+        if not rates:
+            return []
+        place = np.array([[unit[m].sum(), self.replayer.op_cost[self.replayer.records(m)[0]].sum()] for m in masks])
+        place /= np.maximum(place.max(axis=0), 1e-30)
+        chosen: list[int] = []
+        far = np.abs(place).sum(axis=1)  # distance from dropping nothing
+        while len(chosen) < min(count, len(rates)):
+            chosen.append(int(np.argmax(far)))
+            far = np.minimum(far, np.abs(place - place[chosen[-1]]).sum(axis=1))
+            far[chosen] = -1.0
+        return [(rates[i], masks[i], self.judge(masks[i], origin)[0]) for i in sorted(chosen)]
 
     def _distance(self, one: Mask, other: Mask) -> float:
         return float(self.prices.nbytes[one != other].sum())
 
-    def _rates(self, count: int) -> list[float]:
-        """`count` prices spread over those at which the sweep changed."""
-        rates = [rate for rate, mask, _ in self._swept if mask.any()]
+    @staticmethod
+    def _spread(rates: list[float], count: int) -> list[float]:
+        """At most `count` of `rates`, evenly by rank."""
         if len(rates) <= count:
             return rates
         return [rates[i] for i in np.unique(np.linspace(0, len(rates) - 1, count).round().astype(int)).tolist()]
@@ -193,12 +230,11 @@ class Search:
     def segments(self) -> None:
         """Stretches that are rebuilt one at a time."""
         limit = self.replays + self.effort.segments
-        if not self._swept:
-            return
         counts = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
         if self.effort.segments <= 10:
             counts = [3, 6, 12, 24, 48]
-        for rate in reversed(self._rates(2 if self.effort.segments <= 10 else 4)):
+        swept = [rate for rate, _, _ in self._swept]
+        for rate in reversed(self._spread(swept, 2 if self.effort.segments <= 10 else 4)):
             mask = next(m for r, m, _ in self._swept if r == rate)
             for k in counts:
                 for window in (0.1, 0.4):
@@ -209,42 +245,42 @@ class Search:
     # -- 3 -----------------------------------------------------------------------------------------------------------
 
     def moments(self) -> None:
-        """Prices at the moments of the peak."""
-        rates = self._rates(max(2, min(8, self.effort.moments // 10)))
-        if not rates:
-            return
-        each = max(4, self.effort.moments // (2 * len(rates)))
-        for rate in rates:
-            for scale in (1.0, 4.0):
-                self._play(rate * scale, each)
+        """Prices at the moments of the peak, where dropping moved it."""
+        limit = self.replays + self.effort.moments
+        moved = [rate for rate, mask, _ in self._swept_at_peak if self.judge(mask, "")[1].tick != self.base.tick]
+        rates = self._spread(moved, max(1, min(8, self.effort.moments // 4)))
+        for i, rate in enumerate(rates):
+            self._play(rate, (limit - self.replays) // (len(rates) - i))
 
     def _play(self, rate: float, rounds: int) -> None:
         weights = {self.base.tick: 1.0}
-        op_price = np.zeros(self.replayer.n_ops)
-        for k in range(1, rounds + 1):
-            mask = self.cut.solve(self.prices.at_moments(weights, rate), op_price)
-            before = self.replays
+        early = np.zeros(self.replayer.n_ops)
+        limit = self.replays + rounds
+        for k in range(1, 2 * rounds + 1):
+            if self.replays >= limit:
+                return
+            nbytes, states = self.prices.at_moments(weights)
+            mask = self.cut.solve(nbytes * rate, states * rate + early)
             _, footprint = self.judge(mask, "moments")
             share = 1.0 / (k + 1)
-            if self.replays == before and share * weights.get(footprint.tick, 0.0) == share:
-                return  # nothing new will come
             weights = {tick: w * (1 - share) for tick, w in weights.items()}
             weights[footprint.tick] = weights.get(footprint.tick, 0.0) + share
-            op_price *= 1 - share
-            op_price += self.prices.early_rebuilds(mask, footprint.tick, rate * share)
+            early *= 1 - share
+            early += self.prices.early_rebuilds(mask, footprint.tick, rate * share)
 
     # -- 4 -----------------------------------------------------------------------------------------------------------
 
     def order(self) -> None:
-        """Thresholds along the forward order: first between neighbours on the hull of the front, which all that is found
-        between them should come near, then wherever the front is thinnest."""
+        """Thresholds along the forward order: first between neighbours on the hull of the front, which all that is
+        found between them should come near, then wherever the front is thinnest."""
         done: set[tuple[frozenset[int], frozenset[int]]] = set()
+        self._way = 0
         start = self.replays
         for share, neighbours in ((0.6, self.front.hull), (1.0, lambda: self.front.points)):
             limit = start + int(share * self.effort.order)
             while self.replays < limit:
                 points = neighbours()
-                pairs = [p for p in itertools.pairwise(points) if (p[0].dropped, p[1].dropped) not in done]
+                pairs = [p for p in pairwise(points) if (p[0].dropped, p[1].dropped) not in done]
                 if not pairs:
                     break
                 small, large = max(pairs, key=self._gap)
@@ -257,10 +293,12 @@ class Search:
         """Plans that follow one point before a threshold and another after it."""
         one, other = self._mask(small), self._mask(large)
         differ = np.sort(self.prices.position[one != other])
-        count = max(1, min(11, self.effort.order // 6))
+        count = max(1, min(11, self.effort.order // 5))
         cuts = np.unique(differ[np.linspace(0, len(differ) - 1, count + 2).astype(int)[1:-1]]).tolist()
         cuts.insert(0, cuts.pop(len(cuts) // 2))  # the middle first: it shows which way round is better
         ways = [(one, other), (other, one)]
+        if abs(self._way) >= 2:  # so far, one way round was always at least as good
+            ways = ways[:1] if self._way > 0 else ways[1:]
         for position in cuts:
             found = []
             for before, after in ways:
@@ -269,10 +307,14 @@ class Search:
                     found.append(self.judge(mixed, "order")[0])
             if len(ways) == len(found) == 2:
                 first, second = found
-                if first.peak <= second.peak and first.extra_seconds <= second.extra_seconds:
+                if first.peak <= second.peak * 1.001 and first.extra_seconds <= second.extra_seconds * 1.001:
                     ways.pop(1)
+                    self._way = max(1, self._way + 1)
                 elif second.peak <= first.peak and second.extra_seconds <= first.extra_seconds:
                     ways.pop(0)
+                    self._way = min(-1, self._way - 1)
+                else:
+                    self._way = 0
 
     def _gap(self, pair: tuple[Point, Point]) -> float:
         small, large = pair
@@ -285,11 +327,15 @@ class Search:
     def classes(self) -> None:
         """One class at a time, from points of the front."""
         limit = self.replays + self.effort.classes
+        if not self.effort.classes:
+            return
         producer = self.replayer.v_producer
         of_class = np.array([op.cls for op in self.replayer.graph.ops], np.int64)[np.maximum(producer, 0)]
         values = self.cut.values[producer[self.cut.values] >= 0]
-        sizes = np.bincount(of_class[values], self.prices.nbytes[values])
-        members = [values[of_class[values] == c] for c in np.argsort(-sizes, kind="stable").tolist() if sizes[c] > 0]
+        values = values[np.argsort(of_class[values], kind="stable")]
+        groups = np.split(values, np.flatnonzero(np.diff(of_class[values])) + 1)
+        groups = [group for group in groups if self.prices.nbytes[group].any()]
+        members = sorted(groups, key=lambda group: -float(self.prices.nbytes[group].sum()))
         visited: set[frozenset[int]] = set()
         while self.replays < limit:
             fresh = [p for p in self.front.points if p.dropped not in visited]

@@ -50,7 +50,7 @@ class Explanation:
     def __str__(self) -> str:
         from torch_echo.report.tables import render_explanation
 
-        return render_explanation(self.graph, self.plan, self.before, self.after)
+        return render_explanation(self.graph, self.plan, self.before, self.after).rstrip("\n")
 
     def __repr__(self) -> str:
         peaks = f"peak {self.after.peak} instead of {self.before.peak} bytes"

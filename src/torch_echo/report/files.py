@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -11,22 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_echo._version import __version__
+
 if TYPE_CHECKING:
     from torch_echo.options import Options
     from torch_echo.report.summary import Summary
 
-__all__ = ["FORMAT", "package_version", "summary_as_json", "write_summary"]
+__all__ = ["FORMAT", "summary_as_json", "write_summary"]
 
 FORMAT = 1
 """Version of the layout of the file."""
-
-
-def package_version() -> str:
-    """Version of the installed distribution."""
-    try:
-        return importlib.metadata.version("torch-echo")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def summary_as_json(summary: Summary, options: Options | None) -> dict[str, Any]:
@@ -36,7 +29,7 @@ def summary_as_json(summary: Summary, options: Options | None) -> dict[str, Any]
     record["unhandled"] = [{"what": what, "why": why, "where": where} for what, why, where in summary.unhandled]
     return {
         "format": FORMAT,
-        "torch_echo": package_version(),
+        "torch_echo": __version__,
         "options": asdict(options) if options is not None else None,
         "summary": record,
     }

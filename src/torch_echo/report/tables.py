@@ -6,6 +6,7 @@ On a terminal the text has colours and the terminal's width; anywhere else it is
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,7 +20,7 @@ from torch_echo.units import format_bytes
 
 if TYPE_CHECKING:
     from torch_echo.footprint import Footprint
-    from torch_echo.planning import Plan
+    from torch_echo.planning import Decision, Plan
     from torch_echo.report.summary import Summary
 
 __all__ = ["WIDTH", "print_summary", "render_explanation", "render_summary"]
@@ -201,22 +202,52 @@ def _decisions(plan: Plan) -> RenderableType:
     headers = ("layer", "value of", "rebuilt", "bytes", "less at the peak", "time", "why")
     for column, header in zip(table.columns, headers, strict=True):
         column.header = header
-    rebuilt = [d for d in plan.decisions if d.n_dropped]
-    kept = [d for d in plan.decisions if not d.n_dropped]
-    for d in rebuilt + kept[:TOP_KEPT]:
+    groups = _alike(plan.decisions)
+    rebuilt = [g for g in groups if g[0].n_dropped]
+    kept = [g for g in groups if not g[0].n_dropped]
+    for group in rebuilt + kept[:TOP_KEPT]:
+        first = group[0]
+        dropped, instances = sum(d.n_dropped for d in group), sum(d.instances for d in group)
+        size = sum(d.bytes_dropped if first.n_dropped else d.bytes_kept for d in group)
         table.add_row(
-            d.layer or OUTSIDE,
-            d.name,
-            f"{d.n_dropped}/{d.instances}",
-            _bytes(d.bytes_dropped if d.n_dropped else d.bytes_kept),
-            _bytes(d.bytes_less_at_peak),
-            _time(d.seconds_more),
-            f"{d.reason}; from {', '.join(d.rebuilt_from)}" if d.rebuilt_from else d.reason,
+            (first.layer if len(group) == 1 else _stack(first.layer)) or OUTSIDE,
+            _op(first.name),
+            f"{dropped:,}/{instances:,}",
+            _bytes(size),
+            _bytes(sum(d.bytes_less_at_peak for d in group)),
+            _time(sum(d.seconds_more for d in group)),
+            _why(group),
         )
-    rest = kept[TOP_KEPT:]
+    rest = [d for group in kept[TOP_KEPT:] for d in group]
     if rest:
         table.add_row(f"({_count(len(rest), 'other')}, kept)", "", "", _bytes(sum(d.bytes_kept for d in rest)))
     return table
+
+
+def _alike(decisions: Iterable[Decision]) -> list[list[Decision]]:
+    """Decisions that are the same in each layer of a stack ("layers.0", "layers.1"), together; largest first."""
+    groups: dict[tuple[str, ...], list[Decision]] = {}
+    for d in decisions:
+        groups.setdefault((_stack(d.layer), d.name, d.action, d.reason), []).append(d)
+    return sorted(groups.values(), key=lambda group: -sum(d.bytes_dropped or d.bytes_kept for d in group))
+
+
+def _why(group: list[Decision]) -> str:
+    sources: dict[str, None] = {}
+    for d in group:
+        for source in d.rebuilt_from:
+            layer, colon, name = source.partition(":")
+            place = "" if layer == d.layer else f" of {layer if len(group) == 1 else _stack(layer)}"
+            sources[f"{_op(name)}{place}" if colon else source] = None
+    return f"{group[0].reason}; from {', '.join(sources)}" if sources else group[0].reason
+
+
+def _stack(layer: str) -> str:
+    return re.sub(r"\b\d+\b", "*", layer)
+
+
+def _op(name: str) -> str:
+    return name.removeprefix("aten::")
 
 
 def _table(*justify: str) -> Table:
@@ -232,7 +263,7 @@ def _place(graph: TrainingGraph, footprint: Footprint) -> str:
         return "between ops"
     op = graph.ops[footprint.op]
     where = f" of {op.layer}" if op.layer else ""
-    return f"{op.name}{where} ({op.phase.name.lower()})"
+    return f"{_op(op.name)}{where} ({op.phase.name.lower()})"
 
 
 def _kind_name(kind: Kind) -> str:

@@ -71,7 +71,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
             else:
                 block = walk.open.pop(ptr, None)
                 if block is None:
-                    raise CaptureError("a block was freed that was not allocated in the iteration")
+                    continue  # older than the iteration: known to the profiler from an earlier profile
                 graph.storages[block].free = tick
             walk.live += nbytes
             top = max(top, walk.live)
@@ -113,6 +113,8 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     graph.base_bytes = max(0, recorder.base_bytes - sum(s.nbytes for s in graph.storages if s.alloc < 0))
     graph.step_seconds = sum(op.seconds for op in graph.ops)
     graph.meta = {"device": str(recorder.device), "torch": torch.__version__, "engine": "tape"}
+    if recorder.device.type == "cuda":
+        graph.meta["device_memory"] = str(torch.cuda.get_device_properties(recorder.device).total_memory)
     graph.check()
     return graph
 
@@ -160,11 +162,13 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
         old = _value(walk, recorder, s)
         graph.values[old].keepable = False
         walk.value[s] = len(graph.values)
-        writes.append(len(graph.values))
-        graph.values.append(Value(graph.values[old].storage, graph.values[old].version + 1, index))
-        if old not in op.reads:
-            op.reads = (*op.reads, old)
-        op.traits |= Trait.MUTATES
+        again = call.rule.rerun is None  # otherwise the re-run leaves this storage alone
+        graph.values.append(Value(graph.values[old].storage, graph.values[old].version + 1, index if again else -1))
+        if again:
+            writes.append(walk.value[s])
+            op.traits |= Trait.MUTATES
+            if old not in op.reads:
+                op.reads = (*op.reads, old)
     op.writes = tuple(writes)
     op.workspace = max(0, rise - sum(graph.storages[walk.storage[s]].nbytes for s in call.made))
     op.seconds = call.seconds

@@ -6,6 +6,7 @@ torch-echo: what is known of them lives in ``entries``, by identity, so that pic
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 import weakref
@@ -39,6 +40,9 @@ class Owner(Protocol):
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
+
+    def close(self) -> None:
+        """Stop."""
 
     def lift(self) -> Any:
         """Take mode and hooks off this thread; the result goes to `lower`."""
@@ -126,6 +130,13 @@ def _wrap_hooks_disabled(original: Callable[..., Any]) -> Callable[..., Any]:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for owner in owners:
         owner.after_optimizer(optimizer)
+
+
+@atexit.register
+def _close_all() -> None:
+    """No profiler may run, and no mode or hooks be on, while the interpreter shuts down."""
+    for owner in list(owners):
+        owner.close()
 
 
 def install(owner: Owner, watch_all: bool) -> None:

@@ -55,6 +55,9 @@ class Installed:
     hooks: set[str]
     """Modules in which dropped values are saved."""
 
+    script: tuple[dict[Site, Decision], bool, bool] | None = None
+    """(decisions, mode, hooks) for the script's own code between the model's call and backward; None: nothing to do."""
+
     def reset(self) -> None:
         """A new iteration begins: instances are counted anew."""
         for table in self.tables.values():
@@ -81,7 +84,8 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
             site: Any = c.site
             tables.setdefault(c.layer, {})[site] = Decision(c.name, bits)
     hooks = {s.layer for s in graph.saves if s.value in dropped}
-    return Installed(tables, hooks)
+    script = (tables.get("", {}), "" in tables, "" in hooks)
+    return Installed(tables, hooks, script if script[1] or script[2] else None)
 
 
 def install_plan(owner: object, graph: TrainingGraph, dropped: Collection[int], nesting: set[tuple[str, str]]) -> Installed:

@@ -242,8 +242,8 @@ class Tape(compat.TensorMode):
         self.pinned = {}
 
     def prune(self) -> None:
-        """Forget slots that nothing refers to: forward passes that no backward follows must not pile up."""
-        self.slots = {k: s for k, s in self.slots.items() if s.readers}
+        """Forget slots that nothing can refer to any more: forward passes that no backward follows must not pile up."""
+        self.slots = {k: s for k, s in self.slots.items() if s.readers or not s.guard.expired()}
         self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
 
     # --- switching ---------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Tape(compat.TensorMode):
             if hooks:
                 compat.push_hooks(self.pack, unpack)
             else:
-                compat.pop_hooks()
+                compat.take_hooks(self.pack)
             self.hooks_on = hooks
 
 

@@ -8,6 +8,7 @@ each event of ours leaves a *mark* in the allocation stream.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ from torch_echo.tape._mode import Site, unpack
 from torch_echo.tape._recipe import tensors_in, written
 from torch_echo.tape._rules import Rule, nondeterministic_on, rule_of
 
-__all__ = ["Mark", "OpCall", "Recorder", "SavedTensor", "SeenStorage", "live_bytes"]
+__all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage", "live_bytes"]
 
 
 @dataclass(slots=True)
@@ -177,6 +178,8 @@ class Recorder(compat.TensorMode):
         inputs = list(tensors_in(args, kwargs))
         plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(t) != -1 for _, t in inputs)
         writes = rule.writes(args)
+        again = args if rule.rerun is None else rule.rerun(func, args)[1]
+        read = [t for p, t in tensors_in(again, kwargs) if not (rule.shape_only and p == 0)]
         call = OpCall(
             func=func,
             rule=rule,
@@ -184,7 +187,7 @@ class Recorder(compat.TensorMode):
             layer=self.layers[-1],
             site=(id(func), frame.f_lasti, -1 if back is None else back.f_lasti),
             sequence=compat.sequence_number() - 1,
-            reads=[self._storage(t) for p, t in inputs if not (rule.shape_only and p == 0) and compat.storage_key(t) != -1],
+            reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],
             made=[],
             mutated=[],
             keep=rule.keep or not plain or nondeterministic_on(rule, self.device.type),
@@ -254,8 +257,50 @@ class Recorder(compat.TensorMode):
             compat.push_mode(self)
             compat.push_hooks(self.pack, _unpack_recorded)
         else:
-            compat.pop_hooks()
+            compat.take_hooks(self.pack)
             compat.take_mode(self)
+
+
+class PeakMeter:
+    """Measures the peak of an iteration at the allocator, without watching anything else.
+
+    The profiler does not tell of the free of a block that is older than itself: gradients from before leave marks.
+    """
+
+    def __init__(self, device: torch.device, old: Iterable[torch.Tensor]) -> None:
+        gc.collect()
+        self._device = device
+        self._base = live_bytes(device)
+        self._freed: list[int] = []
+        self._watched = [weakref.ref(t, functools.partial(self._died, t.untyped_storage().nbytes())) for t in old]
+        self._profile = compat.MemoryProfile()
+        self._profile.start()
+        self._active = True
+
+    def _died(self, nbytes: int, _: Any) -> None:
+        if self._active:
+            self._freed.append(nbytes)
+            compat.mark()
+
+    def stop(self) -> int:
+        """End; the peak in bytes, everything on the device included."""
+        self._active = False
+        self._profile.stop()
+        memory, host, _ = self._profile.events(self._device)
+        marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
+        events = [(e.time, e.nbytes, e.ptr) for e in memory if abs(e.nbytes) != compat.MemoryProfile.MARK]
+        events += [(e.time, -freed, 0) for e, freed in zip(marks, self._freed, strict=True)]
+        events.sort(key=lambda e: e[0])
+        live = peak = self._base
+        mine: set[int] = {0}
+        for _, nbytes, ptr in events:
+            if nbytes > 0:
+                mine.add(ptr)
+            elif ptr not in mine:
+                continue  # older than this profile, but not than an earlier one
+            live += nbytes
+            peak = max(peak, live)
+        return peak
 
 
 def _unpack_recorded(handle: Any) -> torch.Tensor:

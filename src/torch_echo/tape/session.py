@@ -37,12 +37,16 @@ from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._install import RERUN_SECONDS, Installed, engine_seconds, install_plan
 from torch_echo.tape._mode import Tape, unpack
-from torch_echo.tape._record import Recorder, live_bytes
+from torch_echo.tape._record import PeakMeter, Recorder
 
 __all__ = ["Phase", "Session"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+CHECK_TOLERANCE = 0.01
+"""A measured peak further than this fraction from the plan's makes the session record and plan again."""
 
 
 class Phase(Enum):
@@ -61,6 +65,8 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.tape = Tape()
         self.depth = 0
+        self.open = False
+        """Between a root's call and the backward pass, the script's own code (the loss) is taped too."""
 
 
 class Session:
@@ -85,7 +91,7 @@ class Session:
         self._local = _Local()
         self._recorder: Recorder | None = None
         self._thread = 0
-        self._check: tuple[compat.MemoryProfile, int] | None = None
+        self._meter: PeakMeter | None = None
         self._backward_seen = False
         self._records = 0
         self._late_roots = False
@@ -106,6 +112,7 @@ class Session:
 
     def close(self) -> None:
         """Stop. Steps under way finish as they began."""
+        self._close_script()
         self._abort_recording()
         self._stop_check()
         self.phase = Phase.OFF
@@ -133,7 +140,6 @@ class Session:
             t.nbytes for t in self.graph.storages if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
         )
         s.extra_seconds, s.step_seconds = self.plan.extra_seconds, self.plan.step_seconds
-        s.plan_notes = list(self.plan.notes)
         by_layer: dict[str, tuple[int, int]] = {}
         for v in self.plan.dropped:
             value = self.graph.values[v]
@@ -200,25 +206,36 @@ class Session:
             if threading.get_ident() != self._thread:
                 return original(module, *args, **kwargs)
             return self._call_recorded(recorder, entry, module, args, kwargs)
-        if self.installed is None or entry.table is None:
+        if self.installed is None or (entry.table is None and local.depth):
             return original(module, *args, **kwargs)
         tape = local.tape
-        before = tape.table, tape.mode_on, tape.hooks_on
-        tape.table = entry.table
+        table, mode, hooks = tape.table, tape.mode_on, tape.hooks_on
+        if not local.depth and not local.open and self.installed.script is not None and self._watch_all:
+            # From here to the backward pass; possible where no context of the script's will be left in between.
+            if compat.top_mode() is None and compat.top_hooks() is None:
+                local.open = True
+                table, mode, hooks = self.installed.script
+        tape.table = entry.table or {}
         tape.switch(entry.mode, entry.hooks)
         local.depth += 1
         try:
             return original(module, *args, **kwargs)
+        except BaseException:
+            if local.depth == 1 and local.open:
+                local.open = mode = hooks = False
+            raise
         finally:
             local.depth -= 1
-            tape.table = before[0]
-            tape.switch(before[1], before[2])
+            tape.table = table
+            tape.switch(mode, hooks)
             if not local.depth:
                 tape.prune()
 
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
         on = recorder.mode_on
+        if not local.depth and self._watch_all and compat.top_mode() is None and compat.top_hooks() is None:
+            on = True
         compiled = compat.is_compiled(module)
         recorder.enter(entry.path)
         recorder.switch(not compiled)
@@ -229,6 +246,7 @@ class Session:
             return _entry.original_call(module, *args, **kwargs)
         except BaseException:
             if local.depth == 1:
+                on = False
                 self._abort_recording()
             raise
         finally:
@@ -256,6 +274,7 @@ class Session:
         """A training call outside of any other begins."""
         if self._backward_seen or self.iterations == 0:
             self._backward_seen = False
+            self._close_script()
             self._next_iteration()
 
     # --- iterations --------------------------------------------------------------------------------------------------
@@ -271,14 +290,14 @@ class Session:
             self._start_recording()
         elif self.phase is Phase.WAIT and self.iterations >= 2:
             self._start_recording()
-        elif self.phase is Phase.CHECK and self._check is None:
+        elif self.phase is Phase.CHECK and self._meter is None:
             self._start_check()
 
     def _finish_iteration(self) -> None:
         """What was being watched is complete."""
         if self._recorder is not None and self._recorder.active:
             self._stop_recording()
-        if self._check is not None:
+        if self._meter is not None:
             self._stop_check()
 
     def _raise_failure(self) -> None:
@@ -293,7 +312,6 @@ class Session:
             self._note("planning", "waits: a profiler of the script's is running", once=True)
             return
         known: dict[int, tuple[Kind, str]] = {}
-        old: list[torch.Tensor] = []
         for name, ref in self._roots.items():
             model = ref()
             if model is None:
@@ -303,7 +321,6 @@ class Session:
                 known[compat.storage_key(p)] = (Kind.PARAMETER, layer)
                 if p.grad is not None and compat.storage_key(p.grad) != -1:
                     known[compat.storage_key(p.grad)] = (Kind.GRADIENT, layer)
-                    old.append(p.grad)
             for path, b in model.named_buffers():
                 known[compat.storage_key(b)] = (Kind.BUFFER, ".".join([name, *path.split(".")[:-1]]))
         states = []
@@ -319,7 +336,7 @@ class Session:
                 e.table, e.mode, e.hooks = None, False, False
         self._recorder = Recorder(self.device, known)
         self._thread = threading.get_ident()
-        self._recorder.start(old, states)
+        self._recorder.start(self._gradients(), states)
         self.phase = Phase.RECORD
         self._records += 1
         self.on_event("recording a step")
@@ -362,6 +379,7 @@ class Session:
     def _abort_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None and recorder.active:
+            recorder.switch(False)
             recorder.stop()
             self.phase = Phase.WAIT
 
@@ -369,25 +387,24 @@ class Session:
         if compat.profiler_running():
             return
         assert self.device is not None
-        base = live_bytes(self.device)
-        profile = compat.MemoryProfile()
-        profile.start()
-        self._check = (profile, base)
+        self._meter = PeakMeter(self.device, self._gradients())
 
     def _stop_check(self) -> None:
-        if self._check is None:
+        """Compare the measured peak with the plan's; a plan that is off is made again, once, on a newly recorded step."""
+        if self._meter is None:
             return
-        (profile, base), self._check = self._check, None
-        profile.stop()
-        if self.phase is not Phase.CHECK or self.plan is None or self.device is None:
+        meter, self._meter = self._meter, None
+        peak = meter.stop()
+        if self.phase is not Phase.CHECK or self.plan is None:
             return
-        memory, _, _ = profile.events(self.device)
-        live = top = 0
-        for event in memory:
-            live += event.nbytes
-            top = max(top, live)
-        self.measured_peak = base + top
+        self.measured_peak = peak
         self.phase = Phase.STEADY
+        if abs(peak - self.plan.peak) > CHECK_TOLERANCE * self.plan.peak and self._records < 2:
+            self.phase = Phase.WAIT
+
+    def _gradients(self) -> list[torch.Tensor]:
+        models = [m for ref in self._roots.values() if (m := ref()) is not None]
+        return [p.grad for m in models for p in m.parameters() if p.grad is not None and compat.storage_key(p.grad) != -1]
 
     def _give_up(self, why: str, error: TorchEchoError) -> None:
         self.phase = Phase.OFF
@@ -402,14 +419,14 @@ class Session:
 
     def before_backward(self, keep_graph: bool) -> Any:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        state = self.lift()
         local = self._local
         if not local.depth:
+            self._close_script()
             local.tape.forget()
             self._backward_seen = True
         if self._recorder is not None and threading.get_ident() == self._thread:
             self._recorder.mark("backward", keep_graph)
-        return state
+        return self.lift()
 
     def after_backward(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
@@ -420,8 +437,19 @@ class Session:
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
         self._optimizers.add(optimizer)
+        if not self._local.depth:
+            self._close_script()
         if self._backward_seen:
             self._finish_iteration()
+
+    def _close_script(self) -> None:
+        """The script's own code is not taped any longer on this thread."""
+        local = self._local
+        if local.open:
+            local.open = False
+            local.tape.switch(False, False)
+        if self._recorder is not None and threading.get_ident() == self._thread:
+            self._recorder.switch(False)
 
     def lift(self) -> Any:
         """See :class:`torch_echo.tape._entry.Owner`."""
