@@ -171,8 +171,12 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 @contextmanager
 def below_autograd() -> Any:
-    """Run ops as they ran when the tape saw them: below autograd, autocast, dispatch modes and saved-tensor hooks."""
-    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST), torch._C._AutoDispatchBelowAutograd():
+    """Run ops as they ran when the tape saw them: below autograd, autocast, dispatch modes and saved-tensor hooks.
+
+    Gradients are on, as in a training forward: kernels ask (oneDNN's LSTM makes no workspace otherwise), and nothing is
+    recorded down here.
+    """
+    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST), torch._C._AutoDispatchBelowAutograd():
         guard = no_dispatch()
         try:
             yield

@@ -299,10 +299,10 @@ class Replayer:
         gone = np.flatnonzero((self.s_last >= 0) & mask[self.s_last])
         end[gone] = self.s_held[gone]
         changes = self._changes.copy()
-        np.subtract.at(changes, np.minimum(end[gone], ticks), self.s_bytes[gone])
+        sooner = gone[end[gone] < ticks]
+        np.subtract.at(changes, end[sooner], self.s_bytes[sooner])
         outlived = gone[self.s_free[gone] < ticks]
         np.add.at(changes, self.s_free[outlived], self.s_bytes[outlived])
-        changes[ticks:] = 0
 
         rng_ops = ops[self.op_random[ops]]
         np.add.at(changes, self.op_start[rng_ops], self.graph.rng_state_bytes)

@@ -9,7 +9,6 @@ import numpy as np
 
 from torch_echo.footprint import Footprint, Replayer
 from torch_echo.graph import Kind, Phase, Trait
-from torch_echo.planning._cut import MinCut
 from torch_echo.planning._prices import Prices
 from torch_echo.units import format_bytes
 
@@ -49,11 +48,10 @@ class Decision:
         return self.bytes_less_at_peak
 
 
-def explain(replayer: Replayer, dropped: Collection[int], base: Footprint, footprint: Footprint) -> list[Decision]:
+def explain(prices: Prices, dropped: Collection[int], base: Footprint, footprint: Footprint) -> list[Decision]:
     """The decisions of a plan, by bytes; `base` and `footprint` are the replays without and with it. Cost: linear."""
+    replayer = prices.replayer
     graph = replayer.graph
-    cut = MinCut(replayer)
-    prices = Prices(cut)
     mask = replayer.mask(dropped)
     records, reads, _ = replayer.records(mask)
     needed = replayer.v_saved > 0

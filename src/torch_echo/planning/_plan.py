@@ -78,9 +78,10 @@ def plan(
     """
     _check(budget, max_overhead, policy, on_infeasible)
     replayer = Replayer(graph)
+    prices = Prices(MinCut(replayer))
     notes: list[str] = []
     if policy == "paper":
-        front, point = _paper(replayer, fixed_seconds)
+        front, point = _paper(prices, fixed_seconds)
         notes.append("the paper's rule: bytes released against bytes newly kept; no search, and no regard to time")
         if budget is None:
             notes.append("the paper's rule knows no limit of time: max_overhead is not applied")
@@ -88,7 +89,7 @@ def plan(
         floor = point.peak
     else:
         if front is None:
-            front = Search(replayer, fixed_seconds).run()
+            front = Search(prices, fixed_seconds).run()
         floor = front.least.peak
         point, fits = _choose(front, graph, budget, max_overhead)
         notes.append(
@@ -112,7 +113,7 @@ def plan(
         rerun=footprint.rerun,
         policy=policy,
         notes=notes,
-        decisions=explain(replayer, point.dropped, base, footprint),
+        decisions=explain(prices, point.dropped, base, footprint),
     )
 
 
@@ -137,8 +138,9 @@ def _choose(front: Front, graph: TrainingGraph, budget: int | None, max_overhead
     return front.for_overhead(limit * graph.step_seconds), True
 
 
-def _paper(replayer: Replayer, fixed_seconds: Callable[[frozenset[int]], float] | None) -> tuple[Front, Point]:
-    mask = paper_plan(Prices(MinCut(replayer)))
+def _paper(prices: Prices, fixed_seconds: Callable[[frozenset[int]], float] | None) -> tuple[Front, Point]:
+    replayer = prices.replayer
+    mask = paper_plan(prices)
     dropped = frozenset(np.flatnonzero(mask).tolist())
     found: Footprint = replayer.replay(dropped)
     extra = found.extra_seconds + (fixed_seconds(dropped) if fixed_seconds and dropped else 0.0)

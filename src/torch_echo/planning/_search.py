@@ -83,7 +83,7 @@ def front(
     `fixed_seconds`: what an engine costs beyond the re-runs when a given set is dropped, for instance its dispatch
     mode.
     """
-    return Search(replayer or Replayer(graph), fixed_seconds, effort).run()
+    return Search(Prices(MinCut(replayer or Replayer(graph))), fixed_seconds, effort).run()
 
 
 class Search:
@@ -91,13 +91,13 @@ class Search:
 
     def __init__(
         self,
-        replayer: Replayer,
+        prices: Prices,
         fixed_seconds: Callable[[frozenset[int]], float] | None = None,
         effort: Effort | None = None,
     ) -> None:
-        self.replayer = replayer
-        self.cut = MinCut(replayer)
-        self.prices = Prices(self.cut)
+        self.prices = prices
+        self.cut, self.replayer = prices.cut, prices.replayer
+        replayer = self.replayer
         self.effort = effort or Effort.for_size(len(replayer.graph.ops))
         self.fixed_seconds = fixed_seconds
         self.base = replayer.replay()

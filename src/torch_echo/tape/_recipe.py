@@ -119,12 +119,13 @@ class Slot:
 class Recipe:
     """One op as it ran: enough to run it again."""
 
-    __slots__ = ("__weakref__", "args", "func", "generator", "kwargs", "order", "outputs", "rule", "slots", "state")
+    __slots__ = ("__weakref__", "args", "func", "generator", "grad", "kwargs", "order", "outputs", "rule", "slots", "state")
 
     def __init__(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], order: int) -> None:
         self.func = func
         self.rule = rule
         self.order = order
+        self.grad = torch.is_grad_enabled()
         self.slots: list[Slot] = []
         self.outputs: dict[int, weakref.ref[Slot]] = {}
         self.args = args
@@ -144,9 +145,7 @@ class Recipe:
             for s in self.slots:
                 s.readers -= 1
             self.args, self.kwargs, self.slots = (), {}, []
-        if self.generator is None:
-            out = func(*args, **kwargs)
-        else:
+        if self.generator is not None:
             assert self.state is not None
             before = self.generator.get_state()
             try:
@@ -154,6 +153,11 @@ class Recipe:
                 out = func(*args, **kwargs)
             finally:
                 self.generator.set_state(before)
+        elif self.grad:
+            out = func(*args, **kwargs)
+        else:
+            with torch.no_grad():
+                out = func(*args, **kwargs)
         for j, tensor in enumerate(written(self.rule, args, kwargs, out)):
             ref = outputs.get(j)
             slot = ref() if ref is not None else None

@@ -1,0 +1,119 @@
+"""The search: what it claims is what a replay says, and it comes near the best on graphs small enough to try everything."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from torch_echo.footprint import Replayer, check_plan, replay
+from torch_echo.graph import TrainingGraph
+from torch_echo.planning import Effort, front
+
+from .brute import legal_plans
+from .graphs import Builder, examples, random_graph, random_graphs, residual_chain, transformer
+
+
+@examples(60)
+@given(random_graphs(10))
+def test_every_point_is_legal_and_as_replayed(graph: TrainingGraph) -> None:
+    found = front(graph)
+    for p in found.points:
+        check_plan(graph, p.dropped)
+        footprint = replay(graph, p.dropped)
+        assert (footprint.peak, footprint.extra_seconds) == (p.peak, pytest.approx(p.extra_seconds))
+    assert found.points[-1].dropped == frozenset()
+    assert found.least.peak <= found.baseline.peak
+
+
+@examples(60)
+@given(random_graphs(10))
+def test_a_smaller_budget_never_gives_a_larger_peak(graph: TrainingGraph) -> None:
+    found = front(graph)
+    top = found.baseline.peak
+    picks = [found.for_budget(top * k // 20) for k in range(20, 0, -1)]
+    peaks = [(found.least if p is None else p).peak for p in picks]
+    assert all(a >= b for a, b in zip(peaks, peaks[1:], strict=False))
+
+
+def test_near_the_best_on_small_graphs() -> None:
+    """Over 100 seeded graphs, at every budget that some plan meets: feasible, and within 2% of the least extra time."""
+    import random
+
+    levels, excess = 0, 0.0
+    for seed in range(200):
+        graph = random_graph(random.Random(seed), 8)
+        replayer = Replayer(graph)
+        every = [(f.peak, f.extra_seconds) for f in map(replayer.replay, legal_plans(graph, 9))]
+        if len(every) < 4:
+            continue
+        found = front(graph)
+        for peak in {p for p, _ in every if p < found.baseline.peak}:
+            best = min(extra for p, extra in every if p <= peak)
+            mine = found.for_budget(peak)
+            assert mine is not None, (seed, peak)
+            levels += 1
+            excess += mine.extra_seconds / best - 1.0
+    assert levels > 50
+    assert excess / levels < 0.02
+
+
+def test_deterministic() -> None:
+    graph = transformer(3)
+    one, other = front(graph), front(graph)
+    assert one.points == other.points
+    assert one.candidates == other.candidates
+
+
+def test_identical_layers_are_split_by_a_threshold() -> None:
+    """Where a sweep of one price jumps from no layer to all layers, the front has points for some of them."""
+    graph = transformer(6)
+    found = front(graph)
+    cheap = [p for p in found.points if not any(graph.ops[o].name == "addmm" for o in replay(graph, p.dropped).rerun)]
+    assert len(cheap) >= 6
+    assert found.least.peak < 0.5 * found.baseline.peak
+    gaps = [b.peak - a.peak for a, b in zip(found.points, found.points[1:], strict=False)]
+    assert max(gaps) < 0.1 * found.baseline.peak
+
+
+def test_stretches_of_a_deep_chain_are_rebuilt_one_at_a_time() -> None:
+    """Dropping everything brings everything back at once; the search finds what to keep in between."""
+    graph = residual_chain(100)
+    everything = replay(graph, {v for v, ok in enumerate(graph.droppable()) if ok})
+    found = front(graph)
+    assert everything.peak > 0.9 * found.baseline.peak
+    assert found.least.peak < 0.45 * found.baseline.peak
+
+
+def test_recomputation_that_frees_nothing_is_not_done() -> None:
+    b = Builder()
+    x = b.op("mm", [b.outside(1)], [100], saves=["out0"])[0]
+    b.hold(x)
+    found = front(b.backward())
+    assert [p.dropped for p in found.points] == [frozenset()]
+
+
+def test_fixed_seconds_count() -> None:
+    graph = transformer(2)
+    plain, costly = front(graph), front(graph, lambda dropped: 1.0)
+    assert costly.baseline.extra_seconds == 0.0
+    assert all(p.extra_seconds > 1.0 for p in costly.points[:-1])
+    assert costly.least.peak == plain.least.peak
+
+
+def test_graph_without_anything_to_decide() -> None:
+    assert front(TrainingGraph()).candidates == 1
+
+
+class TestEffort:
+    @pytest.mark.parametrize(("ops", "most"), [(100, 600), (5_000, 300), (100_000, 60), (1_000_000, 60)])
+    def test_fewer_candidates_for_larger_graphs(self, ops: int, most: int) -> None:
+        e = Effort.for_size(ops)
+        assert e.sweep + e.segments + e.moments + e.order + e.classes <= most
+
+    def test_fifty_thousand_forward_ops(self) -> None:
+        graph = transformer(4600)
+        assert sum(op.phase == 0 for op in graph.ops) > 50_000
+        found = front(graph)
+        assert found.candidates <= 60
+        assert found.least.peak < 0.4 * found.baseline.peak
+        assert len(found.points) >= 10
