@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from planning.graphs import Builder, examples, random_graphs, residual_chain
 from planning.reference import Reference
-
 from torch_echo.footprint import UNTRACKED, Footprint, Replayer, check_plan, replay
 from torch_echo.graph import Kind, TrainingGraph, Trait
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
-from planning.graphs import examples, random_graphs, transformer
 
+from planning.graphs import examples, random_graphs, transformer
 from torch_echo.errors import GraphFileError
 from torch_echo.graph import Kind, TrainingGraph, Trait
 from torch_echo.graphio import VERSION, load_graph, save_graph
@@ -120,9 +120,10 @@ class TestNotAGraph:
         whole[len(whole) * place // 100] ^= 0xFF
         path.write_bytes(whole)
         try:
-            assert load_graph(path) == graph  # a byte that does not matter
-        except GraphFileError as error:
-            assert str(path) in str(error)
+            loaded = load_graph(path)
+        except GraphFileError:
+            return
+        assert loaded == graph  # a byte that does not matter
 
     def test_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):

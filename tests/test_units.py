@@ -59,7 +59,9 @@ def test_budget(value: float | str, n: int) -> None:
     assert parse_budget(value, 1000) == n
 
 
-@pytest.mark.parametrize("value", [0.0, 1.5, -0.1, float("nan"), float("inf"), 0, "0", "0%", "150%", "half", "1.2.3%", False])
+@pytest.mark.parametrize(
+    "value", [0.0, 1.5, -0.1, float("nan"), float("inf"), 0, "0", "0%", "150%", "half", "1.2.3%", False]
+)
 def test_not_a_budget(value: float | str) -> None:
     with pytest.raises(OptionError) as caught:
         parse_budget(value, 1000)

@@ -9,7 +9,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def take_mode(mode: Any) -> None:
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 def take_hooks(pack: Any) -> None:
@@ -114,6 +113,17 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def guard_storage(storage: torch.UntypedStorage) -> int:
+    """The storage's key, which no other storage gets until it is given to `release_storage`. Its bytes are not kept."""
+    key: Any = storage._weak_ref()
+    assert isinstance(key, int)
+    return key
+
+
+release_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor object on the same storage and version counter, without autograd history."""
     guard = no_dispatch()
@@ -155,6 +165,9 @@ class TensorMode(torch.utils._python_dispatch.TorchDispatchMode):
     ours are never on the stack where Dynamo compiles.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -164,24 +177,39 @@ class TensorMode(torch.utils._python_dispatch.TorchDispatchMode):
         return True
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+def _keys_above_kernels() -> Any:
+    """The dispatch keys of autograd, views, autocast and dispatch modes: what the ops that a tape sees have passed."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._AutoDispatchBelowAutograd():
+        guard = no_dispatch()
+        keys = keys | torch._C._dispatch_tls_local_exclude_set()
+        del guard
+    return keys
 
 
-@contextmanager
-def below_autograd() -> Any:
-    """Run ops as they ran when the tape saw them: below autograd, autocast, dispatch modes and saved-tensor hooks.
+_ABOVE_KERNELS = _keys_above_kernels()
+
+
+class below_autograd:
+    """Context: run ops as they ran when the tape saw them, below autograd, autocast, dispatch modes and hooks.
 
     Gradients are on, as in a training forward: kernels ask (oneDNN's LSTM makes no workspace otherwise), and nothing is
     recorded down here.
     """
-    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST), torch._C._AutoDispatchBelowAutograd():
-        guard = no_dispatch()
-        try:
-            yield
-        finally:
-            del guard
+
+    __slots__ = ("_grad", "_guard")
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        self._guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+        torch._C._set_grad_enabled(self._grad)
 
 
 def mutated_arguments(func: Any) -> tuple[int | str, ...]:
@@ -345,5 +373,5 @@ def mark() -> None:
 
 def profiler_running() -> bool:
     """Is a profiler active, so that a second one cannot start?"""
-    running: bool = torch.autograd._profiler_enabled()
+    running: bool = torch._C._autograd._profiler_enabled()
     return running

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,5 +81,5 @@ def test_hull_is_convex(candidates: list[Point]) -> None:
     hull = front.hull()
     assert hull[0] == front.least
     assert hull[-1] == front.baseline
-    slopes = [(b.extra_seconds - a.extra_seconds) / (b.peak - a.peak) for a, b in zip(hull, hull[1:], strict=False)]
-    assert all(a < b for a, b in zip(slopes, slopes[1:], strict=False))
+    slopes = [(b.extra_seconds - a.extra_seconds) / (b.peak - a.peak) for a, b in pairwise(hull)]
+    assert all(a < b for a, b in pairwise(slopes))

@@ -103,7 +103,9 @@ class TestDecisions:
         assert sum(d.seconds_more for d in made.decisions) == pytest.approx(made.extra_seconds)
         assert sum(d.n_dropped for d in made.decisions) == len(made.rerun)
         assert {d.action for d in made.decisions} == {"keep", "rebuild"}
-        assert [d.bytes_dropped for d in made.decisions] == sorted((d.bytes_dropped for d in made.decisions), reverse=True)
+        assert [d.bytes_dropped for d in made.decisions] == sorted(
+            (d.bytes_dropped for d in made.decisions), reverse=True
+        )
 
     def test_a_rebuilt_one_says_from_what(self) -> None:
         d = decision(plan(GRAPH, max_overhead=0.1), "dropout", "h.0")

@@ -1,6 +1,8 @@
-"""The search: what it claims is what a replay says, and it comes near the best on graphs small enough to try everything."""
+"""The search: what it claims is what a replay says, and it comes near the best where all can be tried."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -32,7 +34,7 @@ def test_a_smaller_budget_never_gives_a_larger_peak(graph: TrainingGraph) -> Non
     top = found.baseline.peak
     picks = [found.for_budget(top * k // 20) for k in range(20, 0, -1)]
     peaks = [(found.least if p is None else p).peak for p in picks]
-    assert all(a >= b for a, b in zip(peaks, peaks[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(peaks))
 
 
 def test_near_the_best_on_small_graphs() -> None:
@@ -71,7 +73,7 @@ def test_identical_layers_are_split_by_a_threshold() -> None:
     cheap = [p for p in found.points if not any(graph.ops[o].name == "addmm" for o in replay(graph, p.dropped).rerun)]
     assert len(cheap) >= 6
     assert found.least.peak < 0.5 * found.baseline.peak
-    gaps = [b.peak - a.peak for a, b in zip(found.points, found.points[1:], strict=False)]
+    gaps = [b.peak - a.peak for a, b in pairwise(found.points)]
     assert max(gaps) < 0.1 * found.baseline.peak
 
 

@@ -17,7 +17,7 @@ Method. Many cuts at different prices, each judged by a full replay; the front o
 4. *Order*: between neighbours on the front, wherever the gap is widest: one plan before a threshold along the forward
    order and the other after it, both ways.
 5. *Classes*: drop or keep all instances of one class, or the first or last half, from points of the front; taken if it
-   improves.
+   improves. In graphs of a few values, also one or two values at a time.
 
 Cost. A few dozen replays for 100,000 ops, some hundreds for small graphs: the number is fixed by the size of the graph,
 never by a clock, so planning is deterministic.
@@ -27,9 +27,9 @@ What it does not do. Each cut is optimal at its prices; the front is not proved 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ __all__ = ["Effort", "Search", "front"]
 
 FloatArray = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Move = tuple[NDArray[np.int64], bool | Mask]
+"""Values, and whether to drop them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Effort:
             sweep=max(12, total // 5),
             segments=max(4, total // 8),
             moments=max(4, total // 6),
-            order=max(20, total // 4),
+            order=max(17, total // 4),
             classes=total // 4 if small else 0,
         )
 
@@ -117,6 +119,7 @@ class Search:
             self.segments()
             self.order()
             self.classes()
+            self.values()
         self.front.candidates = self.replays
         return self.front
 
@@ -162,8 +165,8 @@ class Search:
         self._swept_at_peak = self._judge_spread(solved, nbytes, self.effort.sweep - half, "sweep at the peak")
 
     def _solve_along(self, unit: FloatArray, op_unit: FloatArray) -> dict[float, Mask]:
-        """Cuts at multiples of the unit prices: geometric steps over the range in which they change, then bisection where
-        neighbours differ most in bytes."""
+        """Cuts at multiples of the unit prices: geometric steps over the range in which they change, then bisection
+        where neighbours differ most in bytes."""
         ops, values = self.cut.ops, self.cut.values
         if not unit[values].any():
             return {}
@@ -179,7 +182,7 @@ class Search:
                     break
         rates = sorted(solved)
         gaps = list(pairwise(rates))
-        for _ in range(2 * self.effort.sweep):
+        for _ in range(self.effort.sweep):
             if not gaps:
                 break
             low, high = max(gaps, key=lambda g: (self._distance(solved[g[0]], solved[g[1]]), -g[0]))
@@ -336,6 +339,18 @@ class Search:
         groups = np.split(values, np.flatnonzero(np.diff(of_class[values])) + 1)
         groups = [group for group in groups if self.prices.nbytes[group].any()]
         members = sorted(groups, key=lambda group: -float(self.prices.nbytes[group].sum()))
+        self._improve(lambda start: [m for group in members for m in self._moves(group, start)], "classes", limit)
+
+    def values(self) -> None:
+        """For graphs of a few values: one or two values at a time."""
+        values = self.cut.values[self.cut.rebuildable[self.cut.values]]
+        if len(values) > 24:
+            return
+        some = [values[list(pair)] for size in (1, 2) for pair in combinations(range(len(values)), size)]
+        self._improve(lambda start: [(v, ~start[v]) for v in some], "values", self.replays + self.effort.classes)
+
+    def _improve(self, moves: Callable[[Mask], Sequence[Move]], origin: str, limit: int) -> None:
+        """Try the moves from each point of the front, those that appear on the way included."""
         visited: set[frozenset[int]] = set()
         while self.replays < limit:
             fresh = [p for p in self.front.points if p.dropped not in visited]
@@ -344,24 +359,23 @@ class Search:
             point = fresh[len(visited) * 7 % len(fresh)]
             visited.add(point.dropped)
             start = self._mask(point)
-            for group in members:
-                for part, value in self._moves(group, start):
-                    if self.replays >= limit:
-                        return
-                    mask = start.copy()
-                    mask[part] = value
-                    moved = self.cut.complete(mask & self.cut.rebuildable)
-                    if moved is not None:
-                        self.judge(moved, "classes")
+            for part, value in moves(start):
+                if self.replays >= limit:
+                    return
+                mask = start.copy()
+                mask[part] = value
+                moved = self.cut.complete(mask & self.cut.rebuildable)
+                if moved is not None:
+                    self.judge(moved, origin)
 
     @staticmethod
-    def _moves(group: NDArray[np.int64], mask: Mask) -> list[tuple[NDArray[np.int64], bool]]:
+    def _moves(group: NDArray[np.int64], mask: Mask) -> list[Move]:
         """Ways to change one class: all or half of it, to dropped or to kept."""
         dropped = int(mask[group].sum())
         parts = [group]
         if len(group) > 1:
             parts += [group[: len(group) // 2], group[len(group) // 2 :]]
-        moves = []
+        moves: list[Move] = []
         for part in parts:
             if dropped < len(group):
                 moves.append((part, True))

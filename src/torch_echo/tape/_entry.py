@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_echo import compat
+from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._recipe import Passes
 
 __all__ = ["Entry", "Owner", "entries", "install", "uninstall"]
@@ -102,7 +103,8 @@ def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         states = [(owner, owner.before_backward(keep)) for owner in owners]
         Passes.begin(keep)
         try:
-            return original(outputs, *args, **kwargs)
+            with CollectorPause():
+                return original(outputs, *args, **kwargs)
         finally:
             Passes.end(keep)
             for owner, state in reversed(states):

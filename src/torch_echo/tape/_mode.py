@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
-from torch_echo.tape._recipe import Leaf, Passes, Recipe, Slot, View, rebuild, tensors_in, written
+from torch_echo.tape._recipe import NO_KWARGS, Leaf, Passes, Recipe, Slot, View, rebuild, tensors_in, written
 from torch_echo.tape._rules import Rule, rule_of
 
 __all__ = ["Decision", "Dropped", "Tape", "unpack"]
@@ -69,9 +69,8 @@ class Dropped:
             assert self.tensor is not None
             return self.tensor
         slot = view.slot
-        base = rebuild(slot)
         with compat.below_autograd():
-            tensor = view.of(base)
+            tensor = view.of(rebuild(slot))
         if Passes.running and not Passes.keeping:
             # The node releases this handle when it has run. Until then the tensor lives as it would in eager PyTorch;
             # the slot is left to its other readers.
@@ -129,7 +128,7 @@ class Tape(compat.TensorMode):
         if decision is not None:
             mask = decision.next()
             if mask:
-                return self._drop(func, args, kwargs or {}, mask)
+                return self._drop(func, args, kwargs or NO_KWARGS, mask)
         rule = self.mutators.get(key, _unknown)
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -151,12 +150,12 @@ class Tape(compat.TensorMode):
         again = (func, args) if rule.rerun is None else rule.rerun(func, args)
         if rule.shape_only:
             again = _creation(func, args, kwargs)
-        recipe = Recipe(again[0], rule, (), {} if rule.shape_only else kwargs, _order())
-        recipe.args = tuple(self._refer(a, recipe) for a in again[1])
+        recipe = Recipe(again[0], rule, (), NO_KWARGS, _order())
+        recipe.args = tuple([self._refer(a) for a in again[1]])
         if rule.shape_only:
             recipe.kwargs = again[2]  # type: ignore[misc]
         elif kwargs:
-            recipe.kwargs = {k: self._refer(a, recipe) for k, a in kwargs.items()}
+            recipe.kwargs = {k: self._refer(a) for k, a in kwargs.items()}
         if rule.random:
             recipe.generator = _generator(args, kwargs)
             if recipe.generator is not None:
@@ -170,7 +169,7 @@ class Tape(compat.TensorMode):
                 slot = Slot(recipe, tensor, tensor._version + in_place)
                 slot.loose = in_place and loose
                 recipe.outputs[j] = weakref.ref(slot)
-                self.slots[slot.guard.cdata] = slot
+                self.slots[slot.key] = slot
         return out
 
     def _owns(self, writes: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -186,20 +185,26 @@ class Tape(compat.TensorMode):
                     return False
         return True
 
-    def _refer(self, arg: Any, recipe: Recipe) -> Any:
+    def _refer(self, arg: Any) -> Any:
         """An argument as a recipe holds it: by slot where its content is dropped, else the tensor itself."""
         if isinstance(arg, torch.Tensor):
             key = compat.storage_key(arg)
             slot = self.slots.get(key)
             if slot is not None and slot.current(arg):
-                recipe.slots.append(slot)
                 slot.readers += 1
                 return View(arg, slot)
+            pinned = self.pinned.get(key)
+            if pinned is None:
+                pinned = self.pinned[key] = []
+            else:
+                known = pinned[-1]()  # a parameter read at each step of a loop
+                if known is not None and known.tensor is arg and known.version == arg._version:
+                    return known
             leaf = Leaf(arg, key)
-            self.pinned.setdefault(key, []).append(weakref.ref(leaf))
+            pinned.append(weakref.ref(leaf))
             return leaf
         if type(arg) in (list, tuple) and any(isinstance(a, torch.Tensor) for a in arg):
-            return [self._refer(a, recipe) for a in arg]
+            return [self._refer(a) for a in arg]
         return arg
 
     def _before_write(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -243,7 +248,7 @@ class Tape(compat.TensorMode):
 
     def prune(self) -> None:
         """Forget slots that nothing can refer to any more: forward passes that no backward follows must not pile up."""
-        self.slots = {k: s for k, s in self.slots.items() if s.readers or not s.guard.expired()}
+        self.slots = {k: s for k, s in self.slots.items() if s.readers or not s.expired()}
         self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
 
     # --- switching ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,11 @@ import torch
 from torch_echo import compat
 from torch_echo.tape._rules import Rule
 
-__all__ = ["Leaf", "Passes", "Recipe", "Slot", "View", "rebuild", "tensors_in", "written"]
+__all__ = ["NO_KWARGS", "Leaf", "Passes", "Recipe", "Slot", "View", "rebuild", "tensors_in", "written"]
+
+
+NO_KWARGS: dict[str, Any] = {}
+"""Shared by all calls without keyword arguments: the tape makes few objects, for the collector's sake."""
 
 
 class RebuildError(RuntimeError):
@@ -84,7 +88,7 @@ class View:
 class Slot:
     """A dropped value: one storage at one version."""
 
-    __slots__ = ("__weakref__", "alive", "guard", "loose", "nbytes", "readers", "recipe", "stride", "tensor", "version")
+    __slots__ = ("__weakref__", "alive", "key", "loose", "nbytes", "readers", "recipe", "stride", "tensor", "version")
 
     def __init__(self, recipe: Recipe, tensor: torch.Tensor, version: int) -> None:
         self.recipe: Recipe | None = recipe
@@ -95,10 +99,18 @@ class Slot:
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
         self.stride = tensor.stride()
-        self.guard = compat.StorageWeakRef(storage)  # keeps the storage's identity (not its bytes) from being reused
+        self.key = compat.guard_storage(storage)
+        """The storage's identity, guarded from being reused while this slot lives (its bytes are not kept)."""
         self.alive: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.loose = False
         """Aliases of the storage have version counters of their own (``unsafe_chunk``, as in LSTM cells)."""
+
+    def __del__(self) -> None:
+        compat.release_storage(self.key)
+
+    def expired(self) -> bool:
+        """Has the script let go of the storage?"""
+        return compat.storage_expired(self.key)
 
     def current(self, tensor: torch.Tensor) -> bool:
         """Does `tensor`, which lies in the slot's storage, still have the slot's content? A write that the tape did not
@@ -110,28 +122,39 @@ class Slot:
         if self.tensor is not None:
             return True
         tensor = self.alive()
-        if tensor is None or tensor._version != self.version or compat.storage_key(tensor) != self.guard.cdata:
+        if tensor is None or tensor._version != self.version or compat.storage_key(tensor) != self.key:
             return False
         self.tensor = compat.alias(tensor)
+        if Passes.running and not Passes.keeping:
+            self.recipe = None
         return True
 
 
 class Recipe:
     """One op as it ran: enough to run it again."""
 
-    __slots__ = ("__weakref__", "args", "func", "generator", "grad", "kwargs", "order", "outputs", "rule", "slots", "state")
+    __slots__ = ("__weakref__", "args", "func", "generator", "grad", "kwargs", "order", "outputs", "rule", "state")
 
     def __init__(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], order: int) -> None:
         self.func = func
         self.rule = rule
         self.order = order
         self.grad = torch.is_grad_enabled()
-        self.slots: list[Slot] = []
         self.outputs: dict[int, weakref.ref[Slot]] = {}
         self.args = args
         self.kwargs = kwargs
         self.generator: torch.Generator | None = None
         self.state: torch.Tensor | None = None
+
+    def reads(self) -> list[Slot]:
+        """The slots among its arguments."""
+        found = []
+        for a in (*self.args, *self.kwargs.values()) if self.kwargs else self.args:
+            if type(a) is View:
+                found.append(a.slot)
+            elif type(a) is list:
+                found.extend(b.slot for b in a if type(b) is View)
+        return found
 
     def run(self, keep: bool) -> None:
         """Run the op again and hand its outputs to the slots that still have readers. Runs below autograd.
@@ -139,12 +162,12 @@ class Recipe:
         With `keep` the recipe stays usable (the graph is retained); without, it lets go of all that it holds.
         """
         args = tuple(self._resolve(a, i, keep) for i, a in enumerate(self.args))
-        kwargs = {k: self._resolve(a, k, keep) for k, a in self.kwargs.items()}
+        kwargs = {k: self._resolve(a, k, keep) for k, a in self.kwargs.items()} if self.kwargs else NO_KWARGS
         func, outputs = self.func, self.outputs
         if not keep:
-            for s in self.slots:
+            for s in self.reads():
                 s.readers -= 1
-            self.args, self.kwargs, self.slots = (), {}, []
+            self.args, self.kwargs = (), NO_KWARGS
         if self.generator is not None:
             assert self.state is not None
             before = self.generator.get_state()
@@ -288,7 +311,10 @@ class Passes:
 
 
 def rebuild(slot: Slot) -> torch.Tensor:
-    """The content of a dropped value: rebuilt if need be, with all that it needs. Iterative; cost: the ops re-run."""
+    """The content of a dropped value: rebuilt if need be, with all that it needs. Iterative; cost: the ops re-run.
+
+    To be called below autograd.
+    """
     keep = Passes.keeping > 0 or Passes.running == 0
     with Passes.lock:
         if not slot.available():
@@ -302,15 +328,14 @@ def rebuild(slot: Slot) -> torch.Tensor:
                 if id(recipe) not in seen:
                     seen.add(id(recipe))
                     needed.append(recipe)
-                    stack.extend(s for s in recipe.slots if not s.available())
+                    stack.extend(s for s in recipe.reads() if not s.available())
             needed.sort(key=lambda r: -r.order)
-            with compat.below_autograd():
-                while needed:
-                    recipe = needed.pop()
-                    recipe.run(keep)
-                    Passes.rerun += 1
-                    if keep:
-                        Passes.touched.extend(recipe.outputs.values())
+            while needed:
+                recipe = needed.pop()
+                recipe.run(keep)
+                Passes.rerun += 1
+                if keep:
+                    Passes.touched.extend(recipe.outputs.values())
         tensor = slot.tensor
         assert tensor is not None
         return tensor

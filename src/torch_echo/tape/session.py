@@ -37,6 +37,7 @@ from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._install import RERUN_SECONDS, Installed, engine_seconds, install_plan
 from torch_echo.tape._mode import Tape, unpack
+from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._record import PeakMeter, Recorder
 
 __all__ = ["Phase", "Session"]
@@ -65,6 +66,9 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.tape = Tape()
         self.depth = 0
+        """Nesting of module calls that are taped or recorded."""
+        self.lifted = 0
+        """Above 0: leave module calls alone (a backward pass, a functorch transform, a root that can't be taped)."""
         self.open = False
         """Between a root's call and the backward pass, the script's own code (the loss) is taped too."""
 
@@ -191,45 +195,59 @@ class Session:
         """A call of a module that this session knows."""
         local = self._local
         original = _entry.original_call
+        if local.lifted:
+            return original(module, *args, **kwargs)
         if not local.depth:
             if not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
                 return original(module, *args, **kwargs)
-            self._enter_root(entry)
-            if self.phase is Phase.WAIT or self.phase is Phase.OFF or not self._may_tape(module):
-                local.depth += 1
+            self._enter_root()
+            if self.phase in (Phase.WAIT, Phase.OFF) or not self._may_tape(module):
+                local.lifted += 1
                 try:
                     return original(module, *args, **kwargs)
                 finally:
-                    local.depth -= 1
+                    local.lifted -= 1
         recorder = self._recorder
         if recorder is not None and recorder.active:
             if threading.get_ident() != self._thread:
                 return original(module, *args, **kwargs)
             return self._call_recorded(recorder, entry, module, args, kwargs)
-        if self.installed is None or (entry.table is None and local.depth):
+        if local.depth:
+            if entry.table is None:
+                return original(module, *args, **kwargs)
+            return self._call_taped(entry, module, args, kwargs)
+        if self.installed is None:
             return original(module, *args, **kwargs)
+        with CollectorPause():
+            try:
+                return self._call_taped(entry, module, args, kwargs)
+            finally:
+                local.tape.prune()
+
+    def _call_taped(self, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a call with the plan in force; mode and hooks as this module needs them."""
+        local = self._local
         tape = local.tape
         table, mode, hooks = tape.table, tape.mode_on, tape.hooks_on
-        if not local.depth and not local.open and self.installed.script is not None and self._watch_all:
+        if not local.depth and not local.open and self._watch_all and self.installed is not None:
+            script = self.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
-            if compat.top_mode() is None and compat.top_hooks() is None:
+            if script is not None and compat.top_mode() is None and compat.top_hooks() is None:
                 local.open = True
-                table, mode, hooks = self.installed.script
+                table, mode, hooks = script
         tape.table = entry.table or {}
         tape.switch(entry.mode, entry.hooks)
         local.depth += 1
         try:
-            return original(module, *args, **kwargs)
+            return _entry.original_call(module, *args, **kwargs)
         except BaseException:
-            if local.depth == 1 and local.open:
+            if local.depth == 1:
                 local.open = mode = hooks = False
             raise
         finally:
             local.depth -= 1
             tape.table = table
             tape.switch(mode, hooks)
-            if not local.depth:
-                tape.prune()
 
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
@@ -270,7 +288,7 @@ class Session:
         self._note(type(module).__name__, reason, once=True)
         return False
 
-    def _enter_root(self, entry: Entry) -> None:
+    def _enter_root(self) -> None:
         """A training call outside of any other begins."""
         if self._backward_seen or self.iterations == 0:
             self._backward_seen = False
@@ -453,9 +471,11 @@ class Session:
 
     def lift(self) -> Any:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        recorder, tape = self._recorder, self._local.tape
-        state = (recorder, recorder.mode_on if recorder is not None else False, tape.mode_on, tape.hooks_on)
-        if recorder is not None and threading.get_ident() == self._thread:
+        local, tape = self._local, self._local.tape
+        recorder = self._recorder if threading.get_ident() == self._thread else None
+        state = (recorder, recorder is not None and recorder.mode_on, tape.mode_on, tape.hooks_on)
+        local.lifted += 1
+        if recorder is not None:
             recorder.switch(False)
         tape.switch(False, False)
         return state
@@ -463,8 +483,9 @@ class Session:
     def lower(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
         recorder, on, mode, hooks = state
-        if recorder is not None and threading.get_ident() == self._thread:
-            recorder.switch(on)
+        self._local.lifted -= 1
+        if recorder is not None:
+            recorder.switch(on and recorder.active)
         self._local.tape.switch(mode, hooks)
 
     # --- notes -------------------------------------------------------------------------------------------------------
