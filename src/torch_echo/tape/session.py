@@ -12,6 +12,7 @@ optimizer's step belongs to it):
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 import warnings
@@ -46,6 +47,20 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
 
 
+RootCall = tuple[str, tuple[tuple[int, ...], ...]]
+
+MAX_RECORDS = 12
+"""Recordings in the life of a session: each makes one step slow and is followed by planning."""
+
+GROWTH = 1.25
+"""Inputs larger by this factor than those of the recorded step make the session record and plan again."""
+
+BUDGET_GROWTH = 1.02
+"""The same where a memory budget must hold for the largest step."""
+
+CHECK_PATIENCE = 50
+"""Iterations in which the check waits for one with the recorded shapes."""
+
 CHECK_TOLERANCE = 0.01
 """A measured peak further than this fraction from the plan's makes the session record and plan again."""
 
@@ -73,6 +88,23 @@ class _Local(threading.local):
         """Between a root's call and the backward pass, the script's own code (the loss) is taped too."""
 
 
+def _shapes(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the tensors among a call's arguments, one level of containers deep."""
+    found: list[tuple[int, ...]] = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, torch.Tensor):
+            found.append(tuple(a.shape))
+        elif isinstance(a, (list, tuple)):
+            found.extend(tuple(b.shape) for b in a if isinstance(b, torch.Tensor))
+        elif isinstance(a, dict):
+            found.extend(tuple(b.shape) for b in a.values() if isinstance(b, torch.Tensor))
+    return tuple(found)
+
+
+def _elements(call: RootCall) -> int:
+    return sum(math.prod(shape) for shape in call[1])
+
+
 class Session:
     """One planner and its plan over a set of modules. See the module's docstring."""
 
@@ -98,6 +130,11 @@ class Session:
         self._meter: PeakMeter | None = None
         self._backward_seen = False
         self._records = 0
+        self._remade = False
+        self._calls: list[RootCall] = []
+        """Calls of root modules in this iteration, with the shapes of their arguments."""
+        self._recorded_calls: list[RootCall] = []
+        self._checks = 0
         self._late_roots = False
         self._failure: TorchEchoError | None = None
         self._watch_all = False
@@ -200,7 +237,7 @@ class Session:
         if not local.depth:
             if not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
                 return original(module, *args, **kwargs)
-            self._enter_root()
+            self._enter_root(entry, args, kwargs)
             if self.phase in (Phase.WAIT, Phase.OFF) or not self._may_tape(module):
                 local.lifted += 1
                 try:
@@ -288,32 +325,51 @@ class Session:
         self._note(type(module).__name__, reason, once=True)
         return False
 
-    def _enter_root(self) -> None:
+    def _enter_root(self, entry: Entry, args: Any, kwargs: Any) -> None:
         """A training call outside of any other begins."""
+        call = (entry.path, _shapes(args, kwargs))
         if self._backward_seen or self.iterations == 0:
             self._backward_seen = False
             self._close_script()
-            self._next_iteration()
+            self._next_iteration(call)
+        self._calls.append(call)
 
     # --- iterations --------------------------------------------------------------------------------------------------
 
-    def _next_iteration(self) -> None:
+    def _next_iteration(self, first: RootCall) -> None:
+        """A new iteration begins with the call `first`."""
         self._finish_iteration()
         self._raise_failure()
         self.iterations += 1
+        self._calls = []
         if self.installed is not None:
             self.installed.reset()
-        if self._late_roots and self.phase is Phase.STEADY:
+        if self.phase is Phase.WAIT:
+            if self.iterations >= 2:
+                self._start_recording()
+        elif self.phase is Phase.CHECK:
+            self._checks += 1
+            if self._checks > CHECK_PATIENCE:
+                self.phase = Phase.STEADY
+            elif self._recorded_calls[:1] == [first]:
+                self._start_check()
+        if self.phase in (Phase.CHECK, Phase.STEADY) and self._meter is None and self._outgrown(first):
+            self._start_recording()
+
+    def _outgrown(self, first: RootCall) -> bool:
+        """Is the iteration so unlike the recorded one that a new plan is due: new models, or far larger inputs?"""
+        if self._late_roots:
             self._late_roots = False
-            self._start_recording()
-        elif self.phase is Phase.WAIT and self.iterations >= 2:
-            self._start_recording()
-        elif self.phase is Phase.CHECK and self._meter is None:
-            self._start_check()
+            return self._records < MAX_RECORDS
+        known = [_elements(c) for c in self._recorded_calls if c[0] == first[0]]
+        growth = BUDGET_GROWTH if self.options.memory_budget is not None else GROWTH
+        return bool(known) and self._records < MAX_RECORDS and _elements(first) > growth * max(known)
 
     def _finish_iteration(self) -> None:
         """What was being watched is complete."""
         if self._recorder is not None and self._recorder.active:
+            self._recorded_calls = self._calls
+            self._checks = 0
             self._stop_recording()
         if self._meter is not None:
             self._stop_check()
@@ -413,11 +469,12 @@ class Session:
             return
         meter, self._meter = self._meter, None
         peak = meter.stop()
-        if self.phase is not Phase.CHECK or self.plan is None:
+        if self.phase is not Phase.CHECK or self.plan is None or self._calls != self._recorded_calls:
             return
         self.measured_peak = peak
         self.phase = Phase.STEADY
-        if abs(peak - self.plan.peak) > CHECK_TOLERANCE * self.plan.peak and self._records < 2:
+        if abs(peak - self.plan.peak) > CHECK_TOLERANCE * self.plan.peak and not self._remade:
+            self._remade = True
             self.phase = Phase.WAIT
 
     def _gradients(self) -> list[torch.Tensor]:
