@@ -27,7 +27,7 @@ NAMES = ("plain", "echo")
 WARM_UP = 5
 """Steps that count in no time: lazy initialisation, then the steps that torch-echo watches and plans on."""
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass
@@ -116,10 +116,12 @@ class Progress:
                 chunk = steps[self.next - self.every : self.next]
                 loss = float.fromhex(chunk[-1]["loss"])
                 seconds = sum(step["seconds"] for step in chunk) / len(chunk)
-                parts.append(f"loss {loss:7.4f}  {seconds:6.3f} s/step")
+                parts.append(f"{loss:7.4f} {seconds:6.3f} s")
             same = all(a["loss"] == b["loss"] for a, b in zip(*both, strict=False))
             sign = "[green]=[/]" if same else "[red]differs[/]"
-            console.print(f"  step {self.next:3}/{self.total}   plain {parts[0]}   torch-echo {parts[1]}  {sign}")
+            console.print(
+                f"  step {self.next:3}/{self.total}  plain: loss {parts[0]}  torch-echo: loss {parts[1]}  {sign}"
+            )
             self.next += self.every
 
 
@@ -138,7 +140,7 @@ def show(full: list[Run], short: list[Run], identical: dict[str, bool], took: fl
     plain, echo = full
     table = Table(title="The same training script, seed and data")
     table.add_column("")
-    for name in ("plain PyTorch", "torch-echo run", ""):
+    for name in ("plain", "torch-echo run", ""):
         table.add_column(name, justify="right")
 
     def verdict(same: bool) -> str:
@@ -148,9 +150,9 @@ def show(full: list[Run], short: list[Run], identical: dict[str, bool], took: fl
         return [str(value(run)) for run in full]
 
     n = len(plain.steps)
-    table.add_row(f"losses of {n} steps: the last", *cells(lambda r: r.steps[-1]["loss"]), verdict(identical["losses"]))
+    table.add_row(f"losses, {n} steps (last)", *cells(lambda r: r.steps[-1]["loss"]), verdict(identical["losses"]))
     table.add_row(
-        "SHA-256 of the parameters",
+        "SHA-256 of parameters",
         *cells(lambda r: r.last["params_sha256"][:12] + "…"),
         verdict(identical["parameters"]),
     )
@@ -165,7 +167,7 @@ def show(full: list[Run], short: list[Run], identical: dict[str, bool], took: fl
     for i, (tgt, src) in enumerate(shown):
         p, e = worst[tgt, src]
         table.add_row(
-            f"peak of a step, {src} to {tgt} subwords*",
+            f"peak, {src} to {tgt} tokens*",
             mib(p),
             mib(e),
             f"[bold]{e / p:.2f}x[/]" if i == 0 else f"{e / p:.2f}x",
@@ -179,7 +181,7 @@ def show(full: list[Run], short: list[Run], identical: dict[str, bool], took: fl
     if long:
         of = [[run.steps[i]["seconds"] for i in long] for run in full]
         ratio = median(e / p for p, e in zip(*of, strict=True))
-        table.add_row("step time, longest batches", *(f"{median(t):.3f} s" for t in of), f"{ratio:.2f}x**")
+        table.add_row("step time, longest", *(f"{median(t):.3f} s" for t in of), f"{ratio:.2f}x**")
     console.print(table)
     console.print("*  above parameters, optimizer state and data; at the allocator, in each process, by measure.py")
     console.print("** median of the ratios of the same step in both runs")
@@ -192,7 +194,7 @@ def main() -> int:
     """Run and compare; 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-overhead", type=float, default=0.2, help="given to torch-echo run (0.2)")
-    parser.add_argument("--steps", type=int, default=88, help="training steps (88: eight epochs)")
+    parser.add_argument("--steps", type=int, default=66, help="training steps (66: six epochs)")
     parser.add_argument("--lang", default="ja", help="language, as in train.py (ja)")
     parser.add_argument("--apart", action="store_true", help="one run after the other, not both at once")
     args, rest = parser.parse_known_args()
@@ -215,8 +217,8 @@ def main() -> int:
         folder = Path(name)
         lines = commands(folder / "train", args, [*train, "--max-steps", str(args.steps)], None)
         full = run_both(lines, folder / "train", together, Progress(11, args.steps))
-        console.print("Measuring each step of an epoch at the allocator")
-        last = min(22, args.steps)
+        console.print("Measuring steps at the allocator")
+        last = min(33, args.steps)
         short_args = [*train, "--max-steps", str(last), "--eval-lines", "0"]
         lines = commands(folder / "measure", args, short_args, range(WARM_UP + 1, last + 1))
         short = run_both(lines, folder / "measure", together, Progress(11, last))

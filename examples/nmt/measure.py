@@ -2,9 +2,10 @@
 
     python measure.py PEAKS.json FIRST LAST train.py [args]
 
-A step counts from the model's call to the end of the optimizer's step. Its peak is the most bytes alive at any moment of
-it that were not alive when it began: what it needs above parameters, optimizer state and data. The figures are the
-running sum of the profiler's allocation events on the CPU, and the allocator's own counter on CUDA.
+A step counts from the model's call to the end of the optimizer's step. Its peak is the most bytes alive at any moment
+of it that were not alive when it began: what it needs above parameters, optimizer state and data. The figures are the
+running sum of the profiler's allocation events on the CPU, and the allocator's own counter on CUDA. Steps that another
+profiler watches are left out.
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs each start and stop
 
 import torch
+from torch.autograd import _profiler_enabled
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -58,7 +60,7 @@ def main() -> None:
 
     def before_call(module: torch.nn.Module, args: Any) -> None:
         nonlocal meter
-        if first <= step <= last and meter is None and torch.is_grad_enabled():
+        if first <= step <= last and meter is None and torch.is_grad_enabled() and not _profiler_enabled():
             meter = Meter()
 
     def after_step(*_: Any) -> None:

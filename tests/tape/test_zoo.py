@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from .harness import Choice, Trace, compare, everything, randomly, train
+from .harness import Choice, compare, everything, randomly, train
 from .models import CASES
 
 plain = cache(lambda name: train(CASES[name]))

@@ -63,8 +63,16 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     keep_graph: list[BackwardPass] = []
     inside: Op | None = None
     entry = top = 0
+    rebuilding = False
+    rebuilt: set[int] = set()
     for tick, (_, is_mark, ptr, nbytes) in enumerate(events):
         if not is_mark:
+            if rebuilding and nbytes > 0:
+                rebuilt.add(ptr)
+                continue
+            if nbytes < 0 and ptr in rebuilt:
+                rebuilt.discard(ptr)
+                continue
             if nbytes > 0:
                 walk.open[ptr] = len(graph.storages)
                 graph.storages.append(Storage(nbytes, Kind.TEMPORARY, "", tick, len(events)))
@@ -98,6 +106,8 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
             saves[mark.payload].release = tick
         elif mark.what == "death":
             walk.died[mark.payload] = tick
+        elif mark.what in ("rebuild", "rebuilt"):
+            rebuilding = mark.what == "rebuild"
         elif mark.what == "backward":
             keep_graph.append(BackwardPass(tick, tick, bool(mark.payload)))
         elif mark.what == "done":
@@ -254,6 +264,10 @@ def _classify(graph: TrainingGraph, walk: _Walk, recorder: Recorder, first: int)
     for save in graph.saves:
         s = graph.values[save.value].storage
         released[s] = max(released.get(s, -1), save.release)
+    last_read: dict[int, int] = {}
+    for op in graph.ops[:first]:
+        for v in (*op.reads, *op.writes):
+            last_read[graph.values[v].storage] = op.end
     for s, block in walk.storage.items():
         storage = graph.storages[block]
         if storage.alloc < 0:
@@ -261,6 +275,12 @@ def _classify(graph: TrainingGraph, walk: _Walk, recorder: Recorder, first: int)
                 storage.free = walk.died[s]
             continue
         held = walk.died.get(s, graph.ticks)
-        if storage.free - max(held, released.get(block, -1)) > _SLACK:
+        if s in recorder.touched:
+            # What the tape did while recording is taken back: kept, it would live to its last reference. A recipe may have
+            # held the script's own tensor object until it ran: then the script is taken to have let go after the last read.
+            if held > begin:
+                held = min(held, last_read.get(block, held))
+            storage.free = max(held, released.get(block, -1), storage.alloc)
+        elif storage.free - max(held, released.get(block, -1)) > _SLACK:
             held = storage.free  # something else held it to its end
         storage.held = max(storage.held, min(held, storage.free))

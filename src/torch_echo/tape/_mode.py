@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from sys import _getframe
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,9 +16,18 @@ from torch_echo import compat
 from torch_echo.tape._recipe import NO_KWARGS, Leaf, Passes, Recipe, Slot, View, rebuild, tensors_in, written
 from torch_echo.tape._rules import Rule, rule_of
 
-__all__ = ["Decision", "Dropped", "Tape", "unpack"]
+__all__ = ["Decision", "Dropped", "Site", "Table", "Tape", "unpack"]
 
 Site = tuple[int, int, int]
+
+
+class Table(Protocol):
+    """Decisions by call site."""
+
+    def get(self, site: Site, /) -> Decision | None:
+        """The decision for the ops called at `site`, or None to keep what they make."""
+
+
 _order = itertools.count().__next__
 
 
@@ -112,7 +121,7 @@ class Tape(compat.TensorMode):
         """Current slot of each storage whose content is dropped."""
         self.pinned: dict[int, list[weakref.ref[Leaf]]] = {}
         """Leaves of recipes, by storage: to be copied before an op overwrites them."""
-        self.table: dict[Site, Decision] = {}
+        self.table: Table = {}
         """Decisions for the module whose code is running."""
         self.mutators: dict[int, Rule | None] = {}
         self.mode_on = False
@@ -121,14 +130,22 @@ class Tape(compat.TensorMode):
     # --- forward: ops ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = id(func)
         frame = _getframe(1)
         back = frame.f_back
-        decision = self.table.get((key, frame.f_lasti, -1 if back is None else back.f_lasti))
+        return self.execute(func, args, kwargs, (id(func), frame.f_lasti, -1 if back is None else back.f_lasti))
+
+    def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
+        """Run an op called at `site` of the module that is running."""
+        decision = self.table.get(site)
         if decision is not None:
             mask = decision.next()
             if mask:
                 return self._drop(func, args, kwargs or NO_KWARGS, mask)
+        return self._keep(func, args, kwargs)
+
+    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op whose outputs are kept."""
+        key = id(func)
         rule = self.mutators.get(key, _unknown)
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -136,7 +153,7 @@ class Tape(compat.TensorMode):
             rule = rule_of(func)
             rule = self.mutators[key] = rule if rule.mutates else None
         if rule is not None and (self.slots or self.pinned):
-            self._before_write(rule, args, kwargs or {})
+            self._before_write(rule, args, kwargs or NO_KWARGS)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _drop(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: int) -> Any:

@@ -289,6 +289,8 @@ class Passes:
     """Slots rebuilt in passes that retain the graph, until these end."""
     rerun = 0
     """Ops re-run since the process started."""
+    observer: Callable[[bool], None] | None = None
+    """Told when a rebuild begins (True) and ends (False), while a recorder watches."""
 
     @classmethod
     def begin(cls, keep: bool) -> None:
@@ -330,12 +332,17 @@ def rebuild(slot: Slot) -> torch.Tensor:
                     needed.append(recipe)
                     stack.extend(s for s in recipe.reads() if not s.available())
             needed.sort(key=lambda r: -r.order)
+            observer = Passes.observer
+            if observer is not None:
+                observer(True)
             while needed:
                 recipe = needed.pop()
                 recipe.run(keep)
                 Passes.rerun += 1
                 if keep:
                     Passes.touched.extend(recipe.outputs.values())
+            if observer is not None:
+                observer(False)
         tensor = slot.tensor
         assert tensor is not None
         return tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from sys import _getframe
 from time import perf_counter
@@ -22,8 +22,8 @@ import torch
 from torch_echo import compat
 from torch_echo.cost import OpSpec, spec_of
 from torch_echo.graph import Kind
-from torch_echo.tape._mode import Site, unpack
-from torch_echo.tape._recipe import tensors_in, written
+from torch_echo.tape._mode import Dropped, Site, Table, Tape, unpack
+from torch_echo.tape._recipe import Passes, tensors_in, written
 from torch_echo.tape._rules import Rule, nondeterministic_on, rule_of
 
 __all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage", "live_bytes"]
@@ -78,17 +78,16 @@ class Mark:
 class _Handle:
     """Keeps a saved tensor during the watched iteration, and tells when it is read and let go."""
 
-    __slots__ = ("index", "recorder", "tensor", "version")
+    __slots__ = ("content", "index", "recorder")
 
-    def __init__(self, recorder: Recorder, index: int, tensor: torch.Tensor) -> None:
+    def __init__(self, recorder: Recorder, index: int, content: Any) -> None:
         self.recorder = recorder
         self.index = index
-        self.tensor = tensor
-        self.version = tensor._version
+        self.content = content
 
     def unpack(self) -> torch.Tensor:
         self.recorder.on_unpack(self.index)
-        return unpack((self.tensor, self.version))
+        return unpack(self.content)
 
     def __del__(self) -> None:
         self.recorder.mark("release", self.index)
@@ -108,14 +107,26 @@ class _Death:
 class Recorder(compat.TensorMode):
     """Records one iteration. Use: ``start()``, run the iteration with the mode and hooks on in forward, ``stop()``."""
 
-    def __init__(self, device: torch.device, known: dict[int, tuple[Kind, str]]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        known: dict[int, tuple[Kind, str]],
+        tape: Tape | None = None,
+        tables: Mapping[str, Table] | None = None,
+    ) -> None:
         super().__init__()
         self.device = device
+        self.tape = tape
+        """Drops values during the watched iteration too, for jobs that do not fit otherwise."""
+        self.tables = tables or {}
+        self.touched: set[int] = set()
+        """Storages whose lives the tape changed: dropped, or pinned by a recipe."""
         self.known = known
         """Kind and layer of the storages that exist before the iteration, by storage key."""
         self.marks: list[Mark] = []
         self.storages: list[SeenStorage] = []
         self.ids: dict[int, int] = {}
+        self.keys: list[int] = []
         self.calls: list[OpCall] = []
         self.saved: list[SavedTensor] = []
         self.layers: list[str] = [""]
@@ -139,11 +150,14 @@ class Recorder(compat.TensorMode):
             self._watched.append(weakref.ref(tensor, _Death(self, index)))
         self._profile.start()
         self.active = True
+        if self.tape is not None:
+            Passes.observer = lambda begins: self.mark("rebuild" if begins else "rebuilt")
 
     def stop(self) -> None:
         """End."""
         if self.active:
             self.active = False
+            Passes.observer = None
             self._profile.stop()
             self._watched.clear()
 
@@ -161,10 +175,16 @@ class Recorder(compat.TensorMode):
         """A module's call begins."""
         self.nesting.add((self.layers[-1], layer))
         self.layers.append(layer)
+        self._turn_to(layer)
 
     def leave(self) -> None:
         """A module's call ends."""
         self.layers.pop()
+        self._turn_to(self.layers[-1])
+
+    def _turn_to(self, layer: str) -> None:
+        if self.tape is not None:
+            self.tape.table = self.tables.get(layer, {})
 
     # --- forward -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +214,7 @@ class Recorder(compat.TensorMode):
         )
         self.mark("op", call)
         begin = perf_counter()
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if self.tape is None else self.tape.execute(func, args, kwargs, call.site)
         call.seconds = perf_counter() - begin
         self.mark("end", call)
         before = {compat.storage_key(t) for _, t in inputs}
@@ -213,8 +233,15 @@ class Recorder(compat.TensorMode):
                     call.keep = True
         if writes and rule.rerun is None and len(call.mutated) == 0:
             call.keep = True
+        if self.tape is not None:
+            self.touched.update(i for i in (*call.reads, *call.made, *call.mutated) if self._touches(i))
         self.calls.append(call)
         return out
+
+    def _touches(self, index: int) -> bool:
+        assert self.tape is not None
+        key = self.keys[index]
+        return key in self.tape.slots or key in self.tape.pinned
 
     def _storage(self, tensor: torch.Tensor, new: bool = False) -> int:
         """Number of the tensor's storage, noted at first sight."""
@@ -224,6 +251,7 @@ class Recorder(compat.TensorMode):
             storage = tensor.untyped_storage()
             kind, layer = self.known.get(key, (Kind.FEATURE_MAP if new else Kind.INPUT, self.layers[-1]))
             index = self.ids[key] = len(self.storages)
+            self.keys.append(key)
             # The weak reference keeps the key from being reused by another storage.
             self.storages.append(
                 SeenStorage(storage.data_ptr(), storage.nbytes(), kind, layer, compat.StorageWeakRef(storage))
@@ -238,7 +266,10 @@ class Recorder(compat.TensorMode):
             return (tensor, tensor._version)
         index = len(self.saved)
         self.saved.append(SavedTensor(self._storage(tensor), self.layers[-1]))
-        handle = _Handle(self, index, compat.alias(tensor))
+        content = self.tape.pack(tensor) if self.tape is not None else None
+        if not isinstance(content, Dropped):
+            content = (compat.alias(tensor), tensor._version)
+        handle = _Handle(self, index, content)
         self.mark("pack", index)
         return handle
 

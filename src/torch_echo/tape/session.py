@@ -38,6 +38,7 @@ from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._install import RERUN_SECONDS, Installed, engine_seconds, install_plan
 from torch_echo.tape._mode import Tape, unpack
+from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._record import PeakMeter, Recorder
 
@@ -239,11 +240,8 @@ class Session:
                 return original(module, *args, **kwargs)
             self._enter_root(entry, args, kwargs)
             if self.phase in (Phase.WAIT, Phase.OFF) or not self._may_tape(module):
-                local.lifted += 1
-                try:
-                    return original(module, *args, **kwargs)
-                finally:
-                    local.lifted -= 1
+                lean = self.phase is Phase.WAIT and self._lean() and self._may_tape(module)
+                return self._call_unplanned(lean, module, args, kwargs)
         recorder = self._recorder
         if recorder is not None and recorder.active:
             if threading.get_ident() != self._thread:
@@ -260,6 +258,20 @@ class Session:
                 return self._call_taped(entry, module, args, kwargs)
             finally:
                 local.tape.prune()
+
+    def _call_unplanned(self, lean: bool, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a root's call as plain PyTorch, or with the rule that needs no plan."""
+        local = self._local
+        if lean and not any(compat.is_compiled(m) for m in module.modules()):
+            if not isinstance(local.tape, OnlineTape):
+                local.tape = OnlineTape(set(self._known()))
+            local.tape.switch(True, True)
+        local.lifted += 1
+        try:
+            return _entry.original_call(module, *args, **kwargs)
+        finally:
+            local.lifted -= 1
+            local.tape.switch(False, False)
 
     def _call_taped(self, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a call with the plan in force; mode and hooks as this module needs them."""
@@ -379,12 +391,8 @@ class Session:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _start_recording(self) -> None:
-        if self.device is None:
-            return
-        if compat.profiler_running():
-            self._note("planning", "waits: a profiler of the script's is running", once=True)
-            return
+    def _known(self) -> dict[int, tuple[Kind, str]]:
+        """Kind and layer of the storages that exist before a step, by storage key."""
         known: dict[int, tuple[Kind, str]] = {}
         for name, ref in self._roots.items():
             model = ref()
@@ -397,20 +405,43 @@ class Session:
                     known[compat.storage_key(p.grad)] = (Kind.GRADIENT, layer)
             for path, b in model.named_buffers():
                 known[compat.storage_key(b)] = (Kind.BUFFER, ".".join([name, *path.split(".")[:-1]]))
-        states = []
-        for optimizer in list(self._optimizers):
-            for state in optimizer.state.values():
-                for t in state.values():
-                    if isinstance(t, torch.Tensor) and t.device.type == self.device.type:
-                        known[compat.storage_key(t)] = (Kind.OPTIMIZER_STATE, "")
-                        states.append(t)
+        for t in self._optimizer_states():
+            known[compat.storage_key(t)] = (Kind.OPTIMIZER_STATE, "")
+        return known
+
+    def _optimizer_states(self) -> list[torch.Tensor]:
+        return [
+            t
+            for optimizer in list(self._optimizers)
+            for state in optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor) and t.device == self.device
+        ]
+
+    def _lean(self) -> bool:
+        """Must steps without a plan be spared memory too? They drop what a simple rule says (see ``_online``), at the
+        price of an estimated baseline."""
+        return (self.device is not None and self.device.type == "cuda") or self.options.memory_budget is not None
+
+    def _start_recording(self) -> None:
+        if self.device is None:
+            return
+        if compat.profiler_running():
+            self._note("planning", "waits: a profiler of the script's is running", once=True)
+            return
+        known = self._known()
+        if self._lean():
+            tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
+            self._local.tape = tape
+            self._recorder = Recorder(self.device, known, tape, self.installed.tables if self.installed is not None else None)
+        else:
+            self._recorder = Recorder(self.device, known)
         self.installed = None
         for e in entries.values():
             if e is not None and e.owner is self:
                 e.table, e.mode, e.hooks = None, False, False
-        self._recorder = Recorder(self.device, known)
         self._thread = threading.get_ident()
-        self._recorder.start(self._gradients(), states)
+        self._recorder.start(self._gradients(), self._optimizer_states())
         self.phase = Phase.RECORD
         self._records += 1
         self.on_event("recording a step")
@@ -446,6 +477,8 @@ class Session:
             on_infeasible=options.on_infeasible,
             fixed_seconds=engine_seconds(self.graph),
         )
+        if isinstance(self._local.tape, OnlineTape):
+            self._local.tape = Tape()
         self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
         self.phase = Phase.CHECK
         self.on_event("planned")
