@@ -24,8 +24,8 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("plain", "echo")
-WARM_UP = 5
-"""Steps that count in no time: lazy initialisation, then the steps that torch-echo watches and plans on."""
+EPOCH = 11
+"""Steps of an epoch of the default text."""
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -150,10 +150,14 @@ def show(full: list[Run], short: list[Run], identical: dict[str, bool], took: fl
         return [str(value(run)) for run in full]
 
     n = len(plain.steps)
-    table.add_row(f"losses, {n} steps (last)", *cells(lambda r: r.steps[-1]["loss"]), verdict(identical["losses"]))
+    table.add_row(
+        f"last of {n} losses",
+        *cells(lambda r: f"{float.fromhex(r.steps[-1]['loss']):.4f}"),
+        verdict(identical["losses"]),
+    )
     table.add_row(
         "SHA-256 of parameters",
-        *cells(lambda r: r.last["params_sha256"][:12] + "…"),
+        *cells(lambda r: r.last["params_sha256"][:8] + "…"),
         verdict(identical["parameters"]),
     )
     table.add_row("BLEU", *cells(lambda r: f"{r.last['bleu']:.2f}"), verdict(identical["BLEU"]), end_section=True)
@@ -174,18 +178,22 @@ def show(full: list[Run], short: list[Run], identical: dict[str, bool], took: fl
             end_section=i == len(shown) - 1,
         )
 
-    times = [[s["seconds"] for s in run.steps[WARM_UP:]] for run in full]
+    first = n // 3
+    times = [[s["seconds"] for s in run.steps[first:]] for run in full]
     ratios = [e / p for p, e in zip(*times, strict=True)]
     table.add_row("step time, median", *(f"{median(t):.3f} s" for t in times), f"{median(ratios):.2f}x**")
-    long = [i for i, s in enumerate(plain.steps) if i >= WARM_UP and sizes(s) == max(map(sizes, plain.steps))]
-    if long:
-        of = [[run.steps[i]["seconds"] for i in long] for run in full]
-        ratio = median(e / p for p, e in zip(*of, strict=True))
-        table.add_row("step time, longest", *(f"{median(t):.3f} s" for t in of), f"{ratio:.2f}x**")
+    longest = max(map(sizes, plain.steps[first:]))
+    long = [i for i, s in enumerate(plain.steps[first:]) if sizes(s) == longest]
+    of = [[t[i] for i in long] for t in times]
+    ratio = median(ratios[i] for i in long)
+    table.add_row("  of the longest", *(f"{median(t):.3f} s" for t in of), f"{ratio:.2f}x**")
+    early = (sum(s["seconds"] for s in run.steps[:first]) for run in full)
+    table.add_row(f"first {first} steps***", *(f"{t:.1f} s" for t in early))
     console.print(table)
-    console.print("*  above parameters, optimizer state and data; at the allocator, in each process, by measure.py")
-    console.print("** median of the ratios of the same step in both runs")
-    console.print("\n[bold]What torch-echo said at its end[/] (its own measurement is of the third step)")
+    console.print("*   above parameters, optimizer state and data; at the allocator, in each process, by measure.py")
+    console.print("**  median of the ratios of the same step in both runs")
+    console.print("*** left out of the step times: here torch-echo watches, plans and checks its plans")
+    console.print("\n[bold]What torch-echo said at its end[/]")
     console.print(escape("\n".join(x for x in echo.stderr.splitlines() if not x.startswith("[W")).strip()))
     console.print(f"\ndone in {took:.0f} s")
 
@@ -198,8 +206,8 @@ def main() -> int:
     parser.add_argument("--lang", default="ja", help="language, as in train.py (ja)")
     parser.add_argument("--apart", action="store_true", help="one run after the other, not both at once")
     args, rest = parser.parse_known_args()
-    if args.steps <= WARM_UP + 5:
-        parser.error(f"--steps must be more than {WARM_UP + 5}")
+    if args.steps < 3 * EPOCH:
+        parser.error(f"--steps must be at least {3 * EPOCH}")
 
     import torch
 
@@ -216,12 +224,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="torch-echo-demo-") as name:
         folder = Path(name)
         lines = commands(folder / "train", args, [*train, "--max-steps", str(args.steps)], None)
-        full = run_both(lines, folder / "train", together, Progress(11, args.steps))
+        full = run_both(lines, folder / "train", together, Progress(EPOCH, args.steps))
         console.print("Measuring steps at the allocator")
-        last = min(33, args.steps)
+        last = 3 * EPOCH
         short_args = [*train, "--max-steps", str(last), "--eval-lines", "0"]
-        lines = commands(folder / "measure", args, short_args, range(WARM_UP + 1, last + 1))
-        short = run_both(lines, folder / "measure", together, Progress(11, last))
+        lines = commands(folder / "measure", args, short_args, range(EPOCH + 1, last + 1))
+        short = run_both(lines, folder / "measure", together, Progress(EPOCH, last))
     plain, echo = full
     identical = {
         "losses": [s["loss"] for s in plain.steps] == [s["loss"] for s in echo.steps],

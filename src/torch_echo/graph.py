@@ -179,12 +179,16 @@ class TrainingGraph:
                 raise ValueError(f"value {i}: op {v.producer} does not write it")
         for i, op in enumerate(self.ops):
             if not 0 <= op.start <= op.end <= self.ticks:
-                raise ValueError(f"op {i} ({op.name}): ticks {op.start}..{op.end} are outside the iteration or reversed")
+                raise ValueError(
+                    f"op {i} ({op.name}): ticks {op.start}..{op.end} are outside the iteration or reversed"
+                )
             for r in op.reads:
                 if not 0 <= r < len(self.values):
                     raise ValueError(f"op {i} ({op.name}): reads value {r}, which does not exist")
                 if self.values[r].producer >= i:
-                    raise ValueError(f"op {i} ({op.name}): reads value {r} before op {self.values[r].producer} makes it")
+                    raise ValueError(
+                        f"op {i} ({op.name}): reads value {r} before op {self.values[r].producer} makes it"
+                    )
             for w in op.writes:
                 if not 0 <= w < len(self.values) or self.values[w].producer != i:
                     raise ValueError(f"op {i} ({op.name}): writes value {w}, which names another producer")

@@ -50,7 +50,11 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
     if len(marks) != len(recorder.marks):
         raise CaptureError(f"{len(marks)} marks among the allocations, {len(recorder.marks)} expected")
-    events = [(e.time, 0, e.ptr, e.nbytes) for e in memory if abs(e.nbytes) != compat.MemoryProfile.MARK or recorder.device.type != "cpu"]
+    events = [
+        (e.time, 0, e.ptr, e.nbytes)
+        for e in memory
+        if abs(e.nbytes) != compat.MemoryProfile.MARK or recorder.device.type != "cpu"
+    ]
     events += [(e.time, 1, i, 0) for i, e in enumerate(marks)]
     events.sort(key=lambda e: e[0])
     times = [e[0] for e in events]
@@ -130,7 +134,12 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
 
 
 def _begin(
-    walk: _Walk, recorder: Recorder, call: OpCall, tick: int, classes: dict[tuple[str, tuple[int, ...]], int], counts: list[int]
+    walk: _Walk,
+    recorder: Recorder,
+    call: OpCall,
+    tick: int,
+    classes: dict[tuple[str, tuple[int, ...]], int],
+    counts: list[int],
 ) -> Op:
     graph = walk.graph
     key = (call.layer, call.site)
@@ -206,7 +215,9 @@ def _value(walk: _Walk, recorder: Recorder, s: int) -> int:
     return value
 
 
-def _add_backward(graph: TrainingGraph, nodes: list[compat.NodeEvent], times: list[int], sequences: dict[int, int]) -> None:
+def _add_backward(
+    graph: TrainingGraph, nodes: list[compat.NodeEvent], times: list[int], sequences: dict[int, int]
+) -> None:
     """Autograd nodes become ops of the backward phase, in the layer of the forward op that they belong to."""
     classes: dict[tuple[str, str], int] = {}
     counts: dict[int, int] = {}

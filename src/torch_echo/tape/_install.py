@@ -88,7 +88,9 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
     return Installed(tables, hooks, script if script[1] or script[2] else None)
 
 
-def install_plan(owner: object, graph: TrainingGraph, dropped: Collection[int], nesting: set[tuple[str, str]]) -> Installed:
+def install_plan(
+    owner: object, graph: TrainingGraph, dropped: Collection[int], nesting: set[tuple[str, str]]
+) -> Installed:
     """Put a plan in force for the modules of `owner`.
 
     `nesting`: (caller, callee) pairs of module paths seen in the recorded step. A module in which nothing is dropped gets

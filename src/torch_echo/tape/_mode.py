@@ -197,7 +197,9 @@ class Tape(compat.TensorMode):
                 if slot is None:
                     return False
                 if t._version < slot.version:
-                    slot.loose = True  # counters only rise, so this is another one: t comes from unsafe_chunk or its like
+                    slot.loose = (
+                        True  # counters only rise, so this is another one: t comes from unsafe_chunk or its like
+                    )
                 if not slot.current(t):
                     return False
         return True

@@ -19,16 +19,14 @@ from torch_echo.tape._rules import rule_of
 
 __all__ = ["OnlineTape"]
 
-_CHEAP = frozenset(
-    f"aten::{name}"
-    for name in (
-        "abs add add_ addcdiv addcmul avg_pool2d bernoulli_ cat clamp clone cos div div_ elu empty_like erf exp gelu "
-        "hardswish hardtanh leaky_relu leaky_relu_ log log1p logical_not masked_fill max_pool2d_with_indices mish mul mul_ "
-        "native_batch_norm native_dropout native_group_norm native_layer_norm neg pow reciprocal relu relu_ rsqrt rsub "
-        "sigmoid sigmoid_ silu silu_ sin softplus sqrt stack sub sub_ tanh tanh_ upsample_bilinear2d upsample_nearest2d where "
-        "_log_softmax _softmax _to_copy"
-    ).split()
-)
+_CHEAP = {
+    "abs", "add", "add_", "addcdiv", "addcmul", "avg_pool2d", "bernoulli_", "cat", "clamp", "clone", "cos", "div",
+    "div_", "elu", "empty_like", "erf", "exp", "gelu", "hardswish", "hardtanh", "leaky_relu", "leaky_relu_", "log",
+    "log1p", "logical_not", "masked_fill", "max_pool2d_with_indices", "mish", "mul", "mul_", "native_batch_norm",
+    "native_dropout", "native_group_norm", "native_layer_norm", "neg", "pow", "reciprocal", "relu", "relu_", "rsqrt",
+    "rsub", "sigmoid", "sigmoid_", "silu", "silu_", "sin", "softplus", "sqrt", "stack", "sub", "sub_", "tanh",
+    "tanh_", "upsample_bilinear2d", "upsample_nearest2d", "where", "_log_softmax", "_softmax", "_to_copy",
+}  # fmt: skip
 
 _PINS = 1.5
 """Bytes newly pinned, at most, for each byte dropped."""
@@ -44,7 +42,7 @@ class OnlineTape(Tape):
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """See :class:`Tape`."""
-        if rule_of(func).name in _CHEAP and self._worthwhile(args, kwargs or NO_KWARGS):
+        if rule_of(func).name.removeprefix("aten::") in _CHEAP and self._worthwhile(args, kwargs or NO_KWARGS):
             return self._drop(func, args, kwargs or NO_KWARGS, -1)
         return self._keep(func, args, kwargs)
 

@@ -12,7 +12,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from sys import _getframe
 from time import perf_counter
 from typing import Any

@@ -179,7 +179,9 @@ class Session:
         s.measured_peak = self.measured_peak
         s.eager_peak, s.predicted_peak = self.plan.base_peak, self.plan.peak
         s.base_bytes = sum(
-            t.nbytes for t in self.graph.storages if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
+            t.nbytes
+            for t in self.graph.storages
+            if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
         )
         s.extra_seconds, s.step_seconds = self.plan.extra_seconds, self.plan.step_seconds
         by_layer: dict[str, tuple[int, int]] = {}
@@ -433,7 +435,9 @@ class Session:
         if self._lean():
             tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
             self._local.tape = tape
-            self._recorder = Recorder(self.device, known, tape, self.installed.tables if self.installed is not None else None)
+            self._recorder = Recorder(
+                self.device, known, tape, self.installed.tables if self.installed is not None else None
+            )
         else:
             self._recorder = Recorder(self.device, known)
         self.installed = None
@@ -512,7 +516,9 @@ class Session:
 
     def _gradients(self) -> list[torch.Tensor]:
         models = [m for ref in self._roots.values() if (m := ref()) is not None]
-        return [p.grad for m in models for p in m.parameters() if p.grad is not None and compat.storage_key(p.grad) != -1]
+        return [
+            p.grad for m in models for p in m.parameters() if p.grad is not None and compat.storage_key(p.grad) != -1
+        ]
 
     def _give_up(self, why: str, error: TorchEchoError) -> None:
         self.phase = Phase.OFF
