@@ -113,6 +113,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's version counter; -1 for inference tensors, which have none and can't be written outside of inference."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def guard_storage(storage: torch.UntypedStorage) -> int:
     """The storage's key, which no other storage gets until it is given to `release_storage`. Its bytes are not kept."""
     key: Any = storage._weak_ref()
@@ -182,6 +187,10 @@ def _keys_above_kernels() -> Any:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in ("FrontMode", "BackMode"):  # functorch: backward may be vectorised (is_grads_batched)
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"FuncTorchDynamicLayer{name}"))
+    for name in ("Batched", "VmapMode", "GradWrapper"):
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"FuncTorch{name}"))
     with torch._C._AutoDispatchBelowAutograd():
         guard = no_dispatch()
         keys = keys | torch._C._dispatch_tls_local_exclude_set()

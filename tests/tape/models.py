@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .harness import Case, Step
 
-__all__ = ["CASES", "normal", "simple_step", "tokens"]
+__all__ = ["CASES", "classify_step", "normal", "simple_step", "tokens"]
 
 VOCAB = 61
 ROOT = Path(__file__).resolve().parents[2]

@@ -217,7 +217,7 @@ class Tape(compat.TensorMode):
                 pinned = self.pinned[key] = []
             else:
                 known = pinned[-1]()  # a parameter read at each step of a loop
-                if known is not None and known.tensor is arg and known.version == arg._version:
+                if known is not None and known.tensor is arg and known.version == compat.version_of(arg):
                     return known
             leaf = Leaf(arg, key)
             pinned.append(weakref.ref(leaf))
@@ -239,7 +239,7 @@ class Tape(compat.TensorMode):
             key = compat.storage_key(t)
             for ref in self.pinned.pop(key, ()):
                 leaf = ref()
-                if leaf is not None and leaf.key == key and leaf.version == leaf.tensor._version:
+                if leaf is not None and leaf.key == key and leaf.version == compat.version_of(leaf.tensor):
                     leaf.copy()
             slot = self.slots.pop(key, None)
             if slot is not None:

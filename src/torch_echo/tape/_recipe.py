@@ -42,7 +42,7 @@ class Leaf:
 
     def __init__(self, tensor: torch.Tensor, key: int) -> None:
         self.tensor = tensor
-        self.version = tensor._version
+        self.version = compat.version_of(tensor)
         self.key = key
 
     def copy(self) -> None:
@@ -127,6 +127,8 @@ class Slot:
         self.tensor = compat.alias(tensor)
         if Passes.running and not Passes.keeping:
             self.recipe = None
+        else:
+            Passes.touched.append(weakref.ref(self))
         return True
 
 
@@ -208,10 +210,10 @@ class Recipe:
             return arg.of(base)
         if kind is Leaf:
             t = arg.tensor
-            if t._version != arg.version or compat.storage_key(t) != arg.key:
+            if compat.version_of(t) != arg.version or compat.storage_key(t) != arg.key:
                 raise RebuildError(
                     f"torch-echo: a tensor of shape {list(t.shape)} that {self.rule.name} read in the forward pass was "
-                    f"changed in place before the backward pass (version {t._version}, expected {arg.version})"
+                    f"changed in place before the backward pass (version {compat.version_of(t)}, expected {arg.version})"
                 )
             return t
         if kind is list:
@@ -305,11 +307,16 @@ class Passes:
             cls.running -= 1
             cls.keeping -= keep
             if cls.keeping == 0:
-                for ref in cls.touched:
-                    slot = ref()
-                    if slot is not None and slot.recipe is not None:
-                        slot.tensor = None
-                cls.touched.clear()
+                cls.sweep()
+
+    @classmethod
+    def sweep(cls) -> None:
+        """Let go of rebuilt values whose recipes are still there."""
+        for ref in cls.touched:
+            slot = ref()
+            if slot is not None and slot.recipe is not None:
+                slot.tensor = None
+        cls.touched.clear()
 
 
 def rebuild(slot: Slot) -> torch.Tensor:
@@ -345,4 +352,6 @@ def rebuild(slot: Slot) -> torch.Tensor:
                 observer(False)
         tensor = slot.tensor
         assert tensor is not None
+        if not Passes.running:  # read outside of any backward pass (``grad_fn._saved_result``): nothing stays
+            Passes.sweep()
         return tensor

@@ -226,6 +226,7 @@ class Session:
                 raise
             self._note("module", str(error), once=True)
             entries[id(module)] = None
+            weakref.finalize(module, entries.pop, id(module), None)
             return None
         return entries[id(module)]
 
