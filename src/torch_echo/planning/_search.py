@@ -62,13 +62,13 @@ class Effort:
     @classmethod
     def for_size(cls, ops: int) -> Effort:
         """In proportion to what a replay costs: about a second for 1,000 ops, up to ten for 100,000."""
-        total = int(min(500, max(44, 1_000_000 // max(1, ops))))
+        total = int(min(500, max(32, 1_000_000 // max(1, ops))))
         small = ops <= 20_000
         return cls(
             sweep=max(12, total // 5),
             segments=max(4, total // 8),
             moments=max(4, total // 6),
-            order=max(17, total // 4),
+            order=max(12, total // 4),
             classes=total // 4 if small else 0,
         )
 

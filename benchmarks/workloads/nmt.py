@@ -1,0 +1,63 @@
+"""The translation model of ``examples/nmt`` on its own data: 2,000 subwords, hidden size 256, batch 64."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.workloads.base import Place, Workload
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "nmt"
+LANGUAGE, VOCAB, BATCH = "ja", 2000, 64
+
+
+class Training(nn.Module):
+    """The model and its loss, as in ``train.py``."""
+
+    def __init__(self, model: nn.Module, pad: int) -> None:
+        super().__init__()
+        self.model = model
+        self.pad = pad
+
+    def forward(self, src: Tensor, lengths: Tensor, tgt_in: Tensor, tgt_out: Tensor) -> Tensor:
+        """Cross-entropy. The logits live until backward has run in ``train.py``, where they are a global's local."""
+        logits = self.model(src, lengths, tgt_in)
+        return F.cross_entropy(logits.flatten(0, 1), tgt_out.flatten(), ignore_index=self.pad)
+
+
+def make(length: int) -> Workload:
+    """See the package."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        import data  # type: ignore[import-not-found]
+        import model as nmt  # type: ignore[import-not-found]
+        from sentencepiece import SentencePieceProcessor
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    train, _ = data.split(data.catalog_pairs([LANGUAGE]))
+    subwords = SentencePieceProcessor(model_proto=data.train_subwords(train, VOCAB))
+    batch = data.fixed_length(data.encode(train, subwords), BATCH, length, random.Random(1))[0]
+    torch.manual_seed(0)
+    model: Any = nmt.Seq2Seq(subwords.vocab_size(), 256, 256, 0.2)
+    decoder, attention = model.decoder, model.decoder.attention
+    step, attend = decoder.step, attention.forward
+
+    def place_step(place: Place) -> None:
+        decoder.step = lambda *args: place(step, *args)
+
+    def place_attention(place: Place) -> None:
+        attention.forward = lambda *args: place(attend, *args)
+
+    return Workload(
+        name=f"nmt{length}",
+        module=Training(model, data.PAD),
+        inputs=(batch.src, batch.src_lengths, batch.tgt_in, batch.tgt_out),
+        places={"per step": place_step, "attention": place_attention},
+        whole_step=True,
+    )
