@@ -27,7 +27,8 @@ class Workload:
 
     name: str
     module: nn.Module
-    """Forward returns the loss, so that loss code belongs to what torch-echo tapes, as under ``torch-echo run``."""
+    """Forward returns the loss, so that loss code belongs to what torch-echo tapes, as under ``torch-echo run``; or the
+    loss and what the training script holds until its next step."""
     inputs: tuple[Tensor, ...]
     places: dict[str, Callable[[Place], None]]
     """Ways to place torch.utils.checkpoint by hand: each takes what the model is to call its parts through."""
@@ -67,7 +68,10 @@ class Trainer:
     def step(self) -> None:
         """One step."""
         self.clear()
-        self.module(*self.inputs).backward()
+        loss = self.module(*self.inputs)
+        loss, held = loss if isinstance(loss, tuple) else (loss, None)
+        loss.backward()
         if self.optimizer is not None:
             nn.utils.clip_grad_norm_(self.parameters, 1.0)
             self.optimizer.step()
+        del held

@@ -24,9 +24,7 @@ class Block(nn.Module):
         """One layer."""
         batch, length, width = x.shape
         size = width // HEADS
-        q, k, v = (
-            t.reshape(batch, length, HEADS, size).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
+        q, k, v = (t.reshape(batch, length, HEADS, size).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
         attention = torch.softmax(q @ k.transpose(-1, -2) / size**0.5, -1)
         x = x + self.proj((attention @ v).transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

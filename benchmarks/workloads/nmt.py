@@ -25,10 +25,10 @@ class Training(nn.Module):
         self.model = model
         self.pad = pad
 
-    def forward(self, src: Tensor, lengths: Tensor, tgt_in: Tensor, tgt_out: Tensor) -> Tensor:
-        """Cross-entropy. The logits live until backward has run in ``train.py``, where they are a global's local."""
+    def forward(self, src: Tensor, lengths: Tensor, tgt_in: Tensor, tgt_out: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy, and the logits: ``train.py`` holds them in a local variable."""
         logits = self.model(src, lengths, tgt_in)
-        return F.cross_entropy(logits.flatten(0, 1), tgt_out.flatten(), ignore_index=self.pad)
+        return F.cross_entropy(logits.flatten(0, 1), tgt_out.flatten(), ignore_index=self.pad), logits
 
 
 def make(length: int) -> Workload:

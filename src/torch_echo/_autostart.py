@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from torch_echo.graph import TrainingGraph
     from importlib.machinery import ModuleSpec
 
     from torch_echo.options import Options
@@ -38,6 +39,9 @@ PARENT = "TORCH_ECHO_PARENT"
 
 class SessionLike(Protocol):
     """What is needed of :class:`torch_echo.tape.session.Session` here."""
+
+    @property
+    def graph(self) -> TrainingGraph | None: ...
 
     def watch_all(self) -> None: ...
 
@@ -61,12 +65,14 @@ class Activation:
         *,
         session_factory: SessionFactory | None = None,
         report_file: str | None = None,
+        graph_file: str | None = None,
         always_report: bool = True,
         hook_exceptions: bool = False,
     ) -> None:
         self._options = options
         self._factory = session_factory
         self._report_file = report_file
+        self._graph_file = graph_file
         self._always_report = always_report
         self._hook_exceptions = hook_exceptions
         self._pid = os.getpid()
@@ -139,6 +145,7 @@ class Activation:
         session, self._session = self._session, None
         try:
             summary = session.summary() if session is not None else Summary()
+            graph = session.graph if session is not None and self._graph_file is not None else None
         finally:
             if session is not None:
                 session.close()
@@ -149,6 +156,10 @@ class Activation:
             print_summary(summary, file=_stderr())
         if self._report_file is not None:
             write_summary(self._report_file, summary, self._opened_with)
+        if graph is not None and self._graph_file is not None:
+            from torch_echo.graphio import save_graph
+
+            save_graph(graph, self._graph_file)
 
 
 _current: Activation | None = None
@@ -164,6 +175,7 @@ def activate(
     *,
     session_factory: SessionFactory | None = None,
     report_file: str | None = None,
+    graph_file: str | None = None,
     always_report: bool = True,
     hook_exceptions: bool = False,
 ) -> Activation:
@@ -178,6 +190,7 @@ def activate(
         options,
         session_factory=session_factory,
         report_file=report_file,
+        graph_file=graph_file,
         always_report=always_report,
         hook_exceptions=hook_exceptions,
     )

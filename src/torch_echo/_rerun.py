@@ -62,6 +62,8 @@ class Run:
         self.later: list[int] = []  # changes after the tick at which they become known
         self.later_ticks: list[int] = []
         self.rerun: list[int] = []
+        self.reused: list[int] = []
+        """Re-runs that wrote over their first read."""
         self._rerun_changes: list[int] = []  # number of changes before each re-run
         self.extended: list[int] = []
         self.extended_to: list[int] = []
@@ -271,9 +273,13 @@ class Run:
             self.rerun.append(o)
             self._rerun_changes.append(len(changes))
             for s, _, old in blocks[o]:
-                # In place, unless the old version is still needed: then a copy is made.
+                # In place, or over its first read, unless that is still needed: then in a block of its own.
                 if old >= 0 and state[old] == _REBUILT and pending[old] == 1 and release[old] <= t:
                     state[old] = _ABSENT
+                    if storage[old] != s:
+                        self.reused.append(o)
+                        change(-1 - storage[old])
+                        change(s + 1)
                 else:
                     change(s + 1)
             if workspace[o]:

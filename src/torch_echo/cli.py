@@ -65,9 +65,14 @@ def _cli() -> None:
     "--strict", is_flag=True, default=None, help="What can't be handled is an error, not left to plain PyTorch."
 )
 @click.option("--report", "report_file", metavar="FILE.json", help="Write the final report to this file too.")
+@click.option(
+    "--graph", "graph_file", metavar="FILE", help="Write the recorded training graph, for torch-echo explain."
+)
 @click.option("-m", "module", is_flag=True, help="Run a module, as python -m does.")
 @click.argument("program", metavar="SCRIPT|MODULE [ARGS]...", nargs=-1, type=click.UNPROCESSED)
-def _run(program: tuple[str, ...], module: bool, report_file: str | None, **given: Any) -> _Action:
+def _run(
+    program: tuple[str, ...], module: bool, report_file: str | None, graph_file: str | None, **given: Any
+) -> _Action:
     """Run a training script, unmodified, in less memory.
 
     Everything after the script belongs to the script. Options can also be set in the environment
@@ -81,12 +86,14 @@ def _run(program: tuple[str, ...], module: bool, report_file: str | None, **give
         )
     options: Options | None = Options.from_env(os.environ, **_given(given))
     if report_file is not None:
-        report_file = _writable(report_file)
+        report_file = _writable("--report", report_file)
+    if graph_file is not None:
+        graph_file = _writable("--graph", graph_file)
     if os.environ.get("TORCH_ECHO") == "0":
         print("torch-echo: off, because TORCH_ECHO=0 is set: the script runs as plain PyTorch", file=sys.stderr)
         options = None
     target = Target(program[0], program[1:], module)
-    return lambda: launch(target, options, report_file=report_file)
+    return lambda: launch(target, options, report_file=report_file, graph_file=graph_file)
 
 
 @_cli.command("explain", short_help="What would be done about a saved training graph.")
@@ -108,16 +115,16 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _writable(path: str) -> str:
+def _writable(option: str, path: str) -> str:
     """The absolute path of a file that is to be written at the end (the script may change folders), or an error now."""
     path = os.path.abspath(path)
     folder = os.path.dirname(path)
     if os.path.isdir(path):
-        raise OptionError(f"--report: {path!r} is a folder: give the name of a file")
+        raise OptionError(f"{option}: {path!r} is a folder: give the name of a file")
     if not os.path.isdir(folder):
-        raise OptionError(f"--report: the folder {folder!r} does not exist")
+        raise OptionError(f"{option}: the folder {folder!r} does not exist")
     if not os.access(folder, os.W_OK):
-        raise OptionError(f"--report: no permission to write in the folder {folder!r}")
+        raise OptionError(f"{option}: no permission to write in the folder {folder!r}")
     return path
 
 

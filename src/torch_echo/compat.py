@@ -57,11 +57,20 @@ def top_mode() -> Any:
     return torch._C._get_dispatch_stack_at(n - 1) if n else None
 
 
-def take_mode(mode: Any) -> None:
-    """Take `mode` off this thread's stack, out from under modes that were entered after it."""
+def take_mode(mode: Any) -> int:
+    """Take `mode` off this thread's stack, out from under modes that were entered after it; returns how many those are."""
     above = []
     while (top := pop_mode()) is not mode:
         above.append(top)
+    for other in reversed(above):
+        push_mode(other)
+    return len(above)
+
+
+def put_mode(mode: Any, under: int) -> None:
+    """Put `mode` on this thread's stack below the innermost `under` modes."""
+    above = [pop_mode() for _ in range(under)]
+    push_mode(mode)
     for other in reversed(above):
         push_mode(other)
 
@@ -71,13 +80,26 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
-def take_hooks(pack: Any) -> None:
-    """Take the pair of hooks whose first is `pack` off this thread's stack, out from under pairs that were added after it."""
+def take_hooks(pack: Any) -> int:
+    """Take the pair of hooks whose first is `pack` off this thread's stack, out from under pairs that were added after it;
+    returns how many those are."""
     above = []
     while (top := top_hooks()) is not None and top[0] != pack:
         above.append(top)
         pop_hooks()
     pop_hooks()
+    for other in reversed(above):
+        push_hooks(*other)
+    return len(above)
+
+
+def put_hooks(pack: Any, unpack: Any, under: int) -> None:
+    """Put a pair of hooks on this thread's stack below the innermost `under` pairs."""
+    above: list[tuple[Any, Any]] = []
+    while len(above) < under and (top := top_hooks()) is not None:
+        above.append(top)
+        pop_hooks()
+    push_hooks(pack, unpack)
     for other in reversed(above):
         push_hooks(*other)
 
@@ -116,6 +138,20 @@ def storage_key(tensor: torch.Tensor) -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """The tensor's version counter; -1 for inference tensors, which have none and can't be written outside of inference."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage_uses(tensor: torch.Tensor) -> int:
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
+
+
+_USES_OF_ONE = _storage_uses(torch.empty(1))
+"""What the count is for a storage with one tensor: Python's own wrapper of the storage counts too."""
+
+
+def sole_owner(tensor: torch.Tensor) -> bool:
+    """Is `tensor` the only tensor on its storage?"""
+    return _storage_uses(tensor) == _USES_OF_ONE
 
 
 def guard_storage(storage: torch.UntypedStorage) -> int:

@@ -166,6 +166,7 @@ class Replayer:
         self.op_end = np.fromiter((o.end for o in graph.ops), np.int64, n_ops)
         self.op_random = np.fromiter((bool(o.traits & Trait.RANDOM) for o in graph.ops), bool, n_ops)
         self.op_cost = np.fromiter((o.seconds for o in graph.ops), np.float64, n_ops) + graph.rerun_overhead
+        self.op_saved = np.fromiter((o.seconds - o.reuse_seconds for o in graph.ops), np.float64, n_ops)
 
         self.s_last = np.full(n_storages, -1, np.int64)
         versions = [-1] * n_storages
@@ -180,7 +181,9 @@ class Replayer:
         self.s_held = np.maximum(self.s_held, self.s_alloc)
 
         self.reads: list[tuple[int, ...]] = []
-        self.blocks: list[tuple[tuple[int, int, int], ...]] = []  # (storage, value, value overwritten or -1)
+        self.blocks: list[
+            tuple[tuple[int, int, int], ...]
+        ] = []  # (storage, value, value whose block a re-run may take or -1)
         self.live_reads: list[tuple[int, ...]] = []  # without what is never freed and never dropped
         mortal = (self.v_droppable | (self.s_free[self.v_storage] < graph.ticks)).tolist()
         pairs: list[tuple[int, int]] = []
@@ -190,6 +193,10 @@ class Replayer:
             outputs = {graph.values[w].storage: w for w in op.writes}
             self.reads.append(reads)
             self.live_reads.append(tuple(r for r in reads if mortal[r]))
+            if op.traits & Trait.REUSES and len(outputs) == 1 and reads:
+                (s,) = outputs
+                if graph.storages[s].nbytes == graph.nbytes(reads[0]):
+                    by_storage.setdefault(s, reads[0])
             self.blocks.append(tuple((s, w, by_storage.get(s, -1)) for s, w in outputs.items()))
             for w in op.writes:
                 s = graph.values[w].storage
@@ -320,7 +327,7 @@ class Replayer:
         base = np.cumsum(changes[: ticks + 1])
         peak, tick, at = self._peak(base, ev_ticks, deltas)
         rerun = run.rerun
-        extra = float(self.op_cost[rerun].sum()) if rerun else 0.0
+        extra = float(self.op_cost[rerun].sum() - self.op_saved[run.reused].sum()) if rerun else 0.0
         trace = _Trace(self, end, extended, rng_ops, self.op_start[rng_ops], base, ev_ticks, deltas, owners, at, tick)
         rerun_op = -1
         if at >= 0 and ev_ticks[at] == tick:

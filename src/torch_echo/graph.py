@@ -49,6 +49,8 @@ class Trait(IntFlag):
     """Writes into a storage that existed before it."""
     KEEP = 4
     """Must not be re-run (effectful, nondeterministic, collective, or unknown)."""
+    REUSES = 8
+    """A re-run may write its one output over its first read, where nothing else needs that any more."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,8 @@ class Op:
     seconds: float = 0.0
     flops: float = 0.0
     bytes_moved: int = 0
+    reuse_seconds: float = 0.0
+    """With Trait.REUSES: duration of a re-run that writes over its first read."""
     workspace: int = 0
     """Bytes above (live at entry + all of its outputs) at the worst moment inside the op."""
     traits: Trait = Trait.NONE

@@ -35,7 +35,7 @@ _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
         Op,
         {
             "name": str, "layer": str, "phase": Phase, "cls": int, "instance": int, "start": int, "end": int,
-            "reads": tuple, "writes": tuple, "seconds": float, "flops": float, "bytes_moved": int, "workspace": int,
+            "reads": tuple, "writes": tuple, "seconds": float, "flops": float, "bytes_moved": int, "reuse_seconds": float, "workspace": int,
             "traits": Trait,
         },
     ),

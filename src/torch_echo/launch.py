@@ -61,6 +61,7 @@ def launch(
     options: Options | None,
     *,
     report_file: str | None = None,
+    graph_file: str | None = None,
     session_factory: _autostart.SessionFactory | None = None,
 ) -> None:
     """Run `target` as ``__main__`` under torch-echo; returns when its code has come to its end.
@@ -72,7 +73,9 @@ def launch(
     if options is None:
         _autostart.deactivate()
     else:
-        _autostart.activate(lambda: options, session_factory=session_factory, report_file=report_file)
+        _autostart.activate(
+            lambda: options, session_factory=session_factory, report_file=report_file, graph_file=graph_file
+        )
     try:
         _run(target)
     except ProgramNotFound as error:

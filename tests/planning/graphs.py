@@ -260,6 +260,11 @@ def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = Fa
         g.ops.append(Op(name, f"m{o % 3}", Phase.FORWARD, o % 3, o // 3, start, now(), tuple(reads), tuple(writes)))
         g.ops[-1].seconds = rng.choice([0.5, 1.0, 2.0, 5.0])
         g.ops[-1].workspace = rng.choice([0, 0, 5, 40])
+        if len(writes) == 1 and reads and not traits & Trait.MUTATES and rng.random() < 0.5:
+            traits |= Trait.REUSES
+            g.ops[-1].reuse_seconds = g.ops[-1].seconds / 2
+            if rng.random() < 0.7:
+                g.storages[g.values[writes[0]].storage].nbytes = g.nbytes(reads[0])
         g.ops[-1].traits = traits
         live = [v for v in dict.fromkeys([*reads, *writes]) if current.get(g.values[v].storage) == v]
         node = [v for v in live if rng.random() < 0.5]

@@ -18,6 +18,7 @@ class Reference:
         self.now = -1
         self.peak = 0
         self.rerun: list[int] = []
+        self.reused: list[int] = []
         self.executed: set[int] = set()
         self.rebuilt: set[int] = set()  # values with a block of their own
         self.adopted: set[int] = set()
@@ -173,6 +174,12 @@ class Reference:
                     if not others and self.now >= self.needed_until(r):
                         taken.add(s)
                         self.rebuilt.discard(r)
+        if op.traits & Trait.REUSES and len(outputs) == 1 and op.reads and not taken and not self.keeping():
+            (s,), r = outputs, op.reads[0]
+            if self.storage(r) != s and r in self.rebuilt and self.g.nbytes(r) == self.g.storages[s].nbytes:
+                if not self.pending(r, records - {o}) and self.now >= self.needed_until(r):
+                    self.rebuilt.discard(r)
+                    self.reused.append(o)
         self.scratch = op.workspace + sum(self.g.storages[s].nbytes for s in outputs)
         self.sample()
         self.scratch = 0

@@ -54,7 +54,10 @@ def test_near_the_best_on_small_graphs() -> None:
             mine = found.for_budget(peak)
             assert mine is not None, (seed, peak)
             levels += 1
-            excess += mine.extra_seconds / best - 1.0
+            if best > 0:  # a value whose save is never read costs nothing
+                excess += mine.extra_seconds / best - 1.0
+            else:
+                assert mine.extra_seconds == 0
     assert levels > 50
     assert excess / levels < 0.02
 

@@ -12,6 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from .harness import Case, Step
 
@@ -59,7 +69,8 @@ def classify_step(*shape: int, classes: int = 7) -> Step:
     """Classification of noise."""
 
     def loss_of(model: nn.Module, i: int) -> Tensor:
-        return F.cross_entropy(model(normal(i, *shape)), tokens(i, shape[0], high=classes))
+        x, y = normal(i, *shape), tokens(i, shape[0], high=classes)
+        return F.cross_entropy(model(x), y)
 
     return simple_step(loss_of)
 
@@ -79,7 +90,7 @@ class RecurrentLM(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         out, _ = self.rnn(self.dropout(self.embedding(ids)))
-        return self.head(self.dropout(out))
+        return self.head(self.dropout(out.contiguous()))
 
 
 class AttentionDecoder(nn.Module):
@@ -166,9 +177,9 @@ class TransformerLM(nn.Module):
 
 
 def build_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    )
 
 
 def gpt2_loss(model: nn.Module, i: int) -> Tensor:
@@ -178,8 +189,6 @@ def gpt2_loss(model: nn.Module, i: int) -> Tensor:
 
 
 def build_bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     return BertForMaskedLM(BertConfig(vocab_size=VOCAB, max_position_embeddings=32, **sizes))
 
@@ -193,8 +202,6 @@ def bert_loss(model: nn.Module, i: int) -> Tensor:
 
 
 def build_t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, **sizes))
 
@@ -208,8 +215,6 @@ def t5_loss(model: nn.Module, i: int) -> Tensor:
 
 
 def build_resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
     return ResNetForImageClassification(
         ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=7)
     )
@@ -492,7 +497,7 @@ class Spectral(nn.Module):
         spectrum = torch.fft.rfft(torch.tanh(x)) * self.filter
         x = torch.fft.irfft(spectrum.conj() * torch.sigmoid(spectrum.abs()), n=32)
         pairs = torch.view_as_complex(x.reshape(len(x), 16, 2)) * torch.polar(torch.ones(16), self.angle)
-        return self.head(torch.view_as_real(pairs.conj()).flatten(1).exp().clamp(max=3))
+        return self.head(torch.view_as_real(pairs.conj().resolve_conj()).flatten(1).exp().clamp(max=3))
 
 
 CASES: dict[str, Case] = {
@@ -518,7 +523,7 @@ CASES: dict[str, Case] = {
     "checkpoint_reentrant": Case(lambda: WithCheckpoint(True), classify_step(64, 32)),
     "checkpoint_nonreentrant": Case(lambda: WithCheckpoint(False), classify_step(64, 32)),
     "autocast": Case(TransformerLM, simple_step(autocast_loss)),
-    "accumulation": Case(MLP, accumulation_step),
+    "accumulation": Case(MLP, accumulation_step, passes=3),
     "keep_grads": Case(MLP, keep_grads_step),
     "normed": Case(build_normed, classify_step(64, 32)),
     "experts": Case(Experts, classify_step(64, 32)),

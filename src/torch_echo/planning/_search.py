@@ -342,12 +342,14 @@ class Search:
         self._improve(lambda start: [m for group in members for m in self._moves(group, start)], "classes", limit)
 
     def values(self) -> None:
-        """For graphs of a few values: one or two values at a time."""
+        """For graphs of a few values: up to two or three values at a time."""
         values = self.cut.values[self.cut.rebuildable[self.cut.values]]
         if len(values) > 24:
             return
-        some = [values[list(pair)] for size in (1, 2) for pair in combinations(range(len(values)), size)]
-        self._improve(lambda start: [(v, ~start[v]) for v in some], "values", self.replays + self.effort.classes)
+        most = 3 if len(values) <= 12 else 2
+        some = [values[list(few)] for size in range(1, most + 1) for few in combinations(range(len(values)), size)]
+        limit = self.replays + max(self.effort.classes, len(some))
+        self._improve(lambda start: [(v, ~start[v]) for v in some], "values", limit)
 
     def _improve(self, moves: Callable[[Mask], Sequence[Move]], origin: str, limit: int) -> None:
         """Try the moves from each point of the front, those that appear on the way included."""

@@ -59,6 +59,8 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     events.sort(key=lambda e: e[0])
     times = [e[0] for e in events]
     graph = TrainingGraph(ticks=len(events))
+    if recorder.device.type != "cpu":
+        graph.rng_state_bytes = 0  # generators keep their states in the host's memory
     walk = _Walk(graph)
     classes: dict[tuple[str, tuple[int, ...]], int] = {}
     counts: list[int] = []
@@ -180,6 +182,8 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
     for s in call.mutated:
         old = _value(walk, recorder, s)
         graph.values[old].keepable = False
+        if call.rule.silent and graph.values[old].producer >= 0:
+            graph.ops[graph.values[old].producer].traits |= Trait.KEEP
         walk.value[s] = len(graph.values)
         again = call.rule.rerun is None  # otherwise the re-run leaves this storage alone
         graph.values.append(Value(graph.values[old].storage, graph.values[old].version + 1, index if again else -1))
@@ -190,12 +194,19 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
                 op.reads = (*op.reads, old)
     op.writes = tuple(writes)
     op.workspace = max(0, rise - sum(graph.storages[walk.storage[s]].nbytes for s in call.made))
-    op.seconds = call.seconds
+    if call.rule.random:
+        op.workspace += graph.rng_state_bytes  # the generator's own state, while it is set back
+    op.seconds = op.reuse_seconds = call.seconds
+    if call.reuses:
+        op.traits |= Trait.REUSES
     if call.spec is not None:
         work = work_of(call.func, call.spec)
         op.flops, op.bytes_moved = work.flops, work.bytes_moved
         if cost is not None:
             op.seconds = cost.seconds(call.func, call.spec)
+            if call.reuses:
+                in_place = call.spec._replace(op=str(call.rule.in_place))
+                op.reuse_seconds = min(op.seconds, cost.seconds(call.rule.in_place, in_place))
 
 
 def _value(walk: _Walk, recorder: Recorder, s: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from torch_echo.footprint import Replayer
 from torch_echo.graph import Phase, TrainingGraph
 from torch_echo.tape._entry import entries
 from torch_echo.tape._mode import Decision, Site
@@ -66,8 +67,11 @@ class Installed:
 
 
 def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
-    """Decisions that drop these values. Cost: linear in ops."""
-    dropped = frozenset(dropped)
+    """Decisions that drop these values, those that backward needs: a recipe that nothing waits for would only pin what
+    it reads until the end of the forward pass. Cost: linear in ops."""
+    replayer = Replayer(graph)
+    needed = set(replayer.records(replayer.mask(dropped))[0].tolist())
+    dropped = frozenset(v for v in dropped if graph.values[v].producer in needed)
     masks: dict[int, list[int]] = {}
     for op in graph.ops:
         if op.phase is not Phase.FORWARD:

@@ -14,7 +14,8 @@ import torch
 
 from torch_echo import compat
 from torch_echo.tape._recipe import NO_KWARGS, Leaf, Passes, Recipe, Slot, View, rebuild, tensors_in, written
-from torch_echo.tape._rules import Rule, rule_of
+from torch_echo.tape._rules import Rule, may_reuse, rule_of
+from torch_echo.tape._stack import Stackable, overwritten, unpack
 
 __all__ = ["Decision", "Dropped", "Site", "Table", "Tape", "unpack"]
 
@@ -72,7 +73,7 @@ class Dropped:
     def unpack(self) -> torch.Tensor:
         """The saved tensor; raises PyTorch's error where the script has overwritten it since."""
         if self.token._version != self.version:
-            raise _overwritten(self.view.size if self.view else (), self.token, self.version)
+            raise overwritten(self.view.size if self.view else (), self.token, self.version)
         view = self.view
         if view is None:
             assert self.tensor is not None
@@ -88,31 +89,10 @@ class Dropped:
         return tensor
 
 
-def _overwritten(size: Any, token: torch.Tensor, expected: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{token.type()} {list(size)}] is at version {token._version}; expected version {expected} instead. Hint: enable "
-        "anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
-    )
-
-
-def unpack(handle: Any) -> torch.Tensor:
-    """The hook that autograd calls when a node reads what it saved. Runs on whatever thread runs the node."""
-    if type(handle) is tuple:
-        tensor: torch.Tensor
-        tensor, version = handle
-        if tensor._version != version:
-            raise _overwritten(tensor.shape, tensor, version)
-        return tensor
-    result: torch.Tensor = handle.unpack()
-    return result
-
-
 _unknown: Any = object()
 
 
-class Tape(compat.TensorMode):
+class Tape(Stackable):
     """The recording side, one per thread and session."""
 
     def __init__(self) -> None:
@@ -124,8 +104,6 @@ class Tape(compat.TensorMode):
         self.table: Table = {}
         """Decisions for the module whose code is running."""
         self.mutators: dict[int, Rule | None] = {}
-        self.mode_on = False
-        self.hooks_on = False
 
     # --- forward: ops ------------------------------------------------------------------------------------------------
 
@@ -179,6 +157,7 @@ class Tape(compat.TensorMode):
                 recipe.state = recipe.generator.get_state()
         loose = bool(writes) and self._before_write(rule, args, kwargs)
         out = func(*args, **kwargs)
+        recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)
         for j, tensor in enumerate(written(rule, args, kwargs, out)):
             if mask >> j & 1 and type(tensor) is torch.Tensor:
                 in_place = bool(writes) and any(t is tensor for p, t in tensors_in(args, kwargs) if p in writes)
@@ -244,6 +223,8 @@ class Tape(compat.TensorMode):
             slot = self.slots.pop(key, None)
             if slot is not None:
                 slot.alive = _gone
+                if rule.silent:
+                    slot.tensor = compat.alias(t)
                 loose |= slot.loose
         return loose
 
@@ -269,23 +250,6 @@ class Tape(compat.TensorMode):
         """Forget slots that nothing can refer to any more: forward passes that no backward follows must not pile up."""
         self.slots = {k: s for k, s in self.slots.items() if s.readers or not s.expired()}
         self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
-
-    # --- switching ---------------------------------------------------------------------------------------------------
-
-    def switch(self, mode: bool, hooks: bool) -> None:
-        """Put the mode and the hooks on or off for this thread."""
-        if mode is not self.mode_on:
-            if mode:
-                compat.push_mode(self)
-            else:
-                compat.take_mode(self)
-            self.mode_on = mode
-        if hooks is not self.hooks_on:
-            if hooks:
-                compat.push_hooks(self.pack, unpack)
-            else:
-                compat.take_hooks(self.pack)
-            self.hooks_on = hooks
 
 
 def _gone() -> None:

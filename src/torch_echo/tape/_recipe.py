@@ -117,6 +117,10 @@ class Slot:
         see shows in the version."""
         return self.loose or tensor._version == self.version
 
+    def exclusive(self) -> bool:
+        """Is the content rebuilt, and may its last reader overwrite it? Not while a node or the script holds the memory."""
+        return self.readers == 1 and self.tensor is not None and compat.sole_owner(self.tensor)
+
     def available(self) -> bool:
         """Is the content there, rebuilt or because the script still holds the tensor?"""
         if self.tensor is not None:
@@ -135,7 +139,19 @@ class Slot:
 class Recipe:
     """One op as it ran: enough to run it again."""
 
-    __slots__ = ("__weakref__", "args", "func", "generator", "grad", "kwargs", "order", "outputs", "rule", "state")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "func",
+        "generator",
+        "grad",
+        "kwargs",
+        "order",
+        "outputs",
+        "reuses",
+        "rule",
+        "state",
+    )
 
     def __init__(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], order: int) -> None:
         self.func = func
@@ -145,6 +161,8 @@ class Recipe:
         self.outputs: dict[int, weakref.ref[Slot]] = {}
         self.args = args
         self.kwargs = kwargs
+        self.reuses = False
+        """Its one output has the layout of its first argument, and may be written over it."""
         self.generator: torch.Generator | None = None
         self.state: torch.Tensor | None = None
 
@@ -163,9 +181,14 @@ class Recipe:
 
         With `keep` the recipe stays usable (the graph is retained); without, it lets go of all that it holds.
         """
-        args = tuple(self._resolve(a, i, keep) for i, a in enumerate(self.args))
+        over = self.args[0].slot if self.reuses and not keep and type(self.args[0]) is View else None
+        if over is not None and not over.exclusive():
+            over = None
+        args = tuple([self._resolve(a, i, keep) for i, a in enumerate(self.args)])
         kwargs = {k: self._resolve(a, k, keep) for k, a in self.kwargs.items()} if self.kwargs else NO_KWARGS
-        func, outputs = self.func, self.outputs
+        func, outputs, rule = self.func, self.outputs, self.rule
+        if over is not None:
+            func, over.tensor = rule.in_place, None
         if not keep:
             for s in self.reads():
                 s.readers -= 1
@@ -183,7 +206,7 @@ class Recipe:
         else:
             with torch.no_grad():
                 out = func(*args, **kwargs)
-        for j, tensor in enumerate(written(self.rule, args, kwargs, out)):
+        for j, tensor in enumerate((out,) if over is not None else written(rule, args, kwargs, out)):
             ref = outputs.get(j)
             slot = ref() if ref is not None else None
             if slot is None or slot.tensor is not None:
@@ -222,8 +245,7 @@ class Recipe:
 
     def _own(self, slot: Slot, base: torch.Tensor, keep: bool) -> torch.Tensor:
         """Memory that the re-run may overwrite: the slot's own where nobody else will read it, else a copy."""
-        holder = slot.alive()
-        if not keep and holder is None and slot.readers == 1:
+        if not keep and slot.exclusive():
             slot.tensor = None
             return base
         copy = torch.empty(0, dtype=base.dtype, device=base.device)

@@ -22,9 +22,10 @@ import torch
 from torch_echo import compat
 from torch_echo.cost import OpSpec, spec_of
 from torch_echo.graph import Kind
-from torch_echo.tape._mode import Dropped, Site, Table, Tape, unpack
+from torch_echo.tape._mode import Dropped, Site, Table, Tape
 from torch_echo.tape._recipe import Passes, tensors_in, written
-from torch_echo.tape._rules import Rule, nondeterministic_on, rule_of
+from torch_echo.tape._rules import Rule, may_reuse, nondeterministic_on, rule_of
+from torch_echo.tape._stack import Stackable, unpack
 
 __all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage", "live_bytes"]
 
@@ -56,6 +57,7 @@ class OpCall:
     mutated: list[int]
     """Storages that it wrote in place."""
     keep: bool
+    reuses: bool = False
     seconds: float = 0.0
 
 
@@ -104,7 +106,7 @@ class _Death:
         self.recorder.mark("death", self.storage)
 
 
-class Recorder(compat.TensorMode):
+class Recorder(Stackable):
     """Records one iteration. Use: ``start()``, run the iteration with the mode and hooks on in forward, ``stop()``."""
 
     def __init__(
@@ -135,7 +137,6 @@ class Recorder(compat.TensorMode):
         self.active = False
         self._profile = compat.MemoryProfile()
         self._watched: list[Any] = []
-        self.mode_on = False
 
     # --- life ----------------------------------------------------------------------------------------------------------
 
@@ -233,6 +234,7 @@ class Recorder(compat.TensorMode):
                     call.keep = True
         if writes and rule.rerun is None and len(call.mutated) == 0:
             call.keep = True
+        call.reuses = may_reuse(rule, args, out)
         if self.tape is not None:
             self.touched.update(i for i in (*call.reads, *call.made, *call.mutated) if self._touches(i))
         self.calls.append(call)
@@ -277,20 +279,6 @@ class Recorder(compat.TensorMode):
         node = compat.current_node()
         self.mark("unpack", (index, -1 if node is None else compat.node_sequence(node)))
 
-    # --- switching -----------------------------------------------------------------------------------------------------
-
-    def switch(self, on: bool) -> None:
-        """Put the mode and the hooks on or off for this thread."""
-        if on is self.mode_on:
-            return
-        self.mode_on = on
-        if on:
-            compat.push_mode(self)
-            compat.push_hooks(self.pack, _unpack_recorded)
-        else:
-            compat.take_hooks(self.pack)
-            compat.take_mode(self)
-
 
 class PeakMeter:
     """Measures the peak of an iteration at the allocator, without watching anything else.
@@ -332,10 +320,6 @@ class PeakMeter:
             live += nbytes
             peak = max(peak, live)
         return peak
-
-
-def _unpack_recorded(handle: Any) -> torch.Tensor:
-    return unpack(handle) if type(handle) is tuple else handle.unpack()
 
 
 def live_bytes(device: torch.device) -> int:

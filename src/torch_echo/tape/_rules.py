@@ -26,6 +26,9 @@ _UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
 }
 """Arguments that an op changes although its schema does not say so: running mean and variance."""
 
+_SILENT = {"aten::rrelu_with_noise"}
+"""Ops that write an argument without a new version of it: what autograd saved of it before is read as written."""
+
 _SHAPE_ONLY = {
     "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like",
     "aten::randint_like", "aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
@@ -59,6 +62,10 @@ class Rule:
     """Never re-run."""
     shape_only: bool = False
     """Reads only the metadata of its first argument."""
+    silent: bool = False
+    """What it writes gets no new version."""
+    in_place: Any = None
+    """The overload that writes the same result over its first argument."""
     rerun: Callable[[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] | None = None
     """Turns (function, arguments) of a call into those of its re-run, which must not write what the call wrote."""
 
@@ -85,6 +92,12 @@ _RERUN = {
     "aten::miopen_batch_norm": _without_running_statistics,
 }
 
+_ELEMENTWISE = {
+    "abs", "add", "clamp", "cos", "div", "elu", "erf", "exp", "gelu", "hardtanh", "leaky_relu", "log", "masked_fill", "mul",
+    "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "sub", "tanh",
+}  # fmt: skip
+"""Ops with an in-place overload that runs the same kernel."""
+
 _rules: dict[int, Rule] = {}
 
 
@@ -102,15 +115,42 @@ def _make(func: Any) -> Rule:
     name: str = func._schema.name
     mutates = compat.mutated_arguments(func)
     undeclared = _UNDECLARED_WRITES.get(name, ())
-    keep = not name.startswith("aten::") or name in _NEVER
+    keep = not name.startswith("aten::") or name in _NEVER or name in _SILENT
     return Rule(
         name=name,
         mutates=tuple(dict.fromkeys((*mutates, *undeclared))),
         random=compat.is_nondeterministic(func),
         keep=keep,
         shape_only=name in _SHAPE_ONLY,
+        silent=name in _SILENT,
+        in_place=_in_place(func),
         rerun=_RERUN.get(name) if func._overloadname == "default" else None,
     )
+
+
+def _in_place(func: Any) -> Any:
+    name = func._schema.name.removeprefix("aten::")
+    packet = getattr(aten, name + "_", None) if name in _ELEMENTWISE else None
+    return getattr(packet, func._overloadname, None) if packet is not None else None
+
+
+def may_reuse(rule: Rule, args: tuple[Any, ...], out: Any) -> bool:
+    """May a re-run of this call write its output over its first argument? Only where the two have the same layout, fill their
+    storages, and no other argument lies in the same storage."""
+    if rule.in_place is None or type(out) is not torch.Tensor:
+        return False
+    first = args[0]
+    if (
+        type(first) is not torch.Tensor
+        or first.dtype != out.dtype
+        or first.size() != out.size()
+        or first.stride() != out.stride()
+        or first.storage_offset() != 0
+        or first.untyped_storage().nbytes() != out.untyped_storage().nbytes()
+    ):
+        return False
+    key = compat.storage_key(first)
+    return not any(isinstance(a, torch.Tensor) and compat.storage_key(a) == key for a in args[1:])
 
 
 def nondeterministic_on(rule: Rule, device_type: str) -> bool:

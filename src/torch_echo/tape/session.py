@@ -303,12 +303,12 @@ class Session:
 
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
-        on = recorder.mode_on
+        on, hooks = recorder.mode_on, recorder.hooks_on
         if not local.depth and self._watch_all and compat.top_mode() is None and compat.top_hooks() is None:
-            on = True
+            on = hooks = True
         compiled = compat.is_compiled(module)
         recorder.enter(entry.path)
-        recorder.switch(not compiled)
+        recorder.switch(not compiled, not compiled)
         local.depth += 1
         if compiled:
             self._note(entry.path, "it is compiled by torch.compile and left to it", once=True)
@@ -316,12 +316,12 @@ class Session:
             return _entry.original_call(module, *args, **kwargs)
         except BaseException:
             if local.depth == 1:
-                on = False
+                on = hooks = False
                 self._abort_recording()
             raise
         finally:
             local.depth -= 1
-            recorder.switch(on)
+            recorder.switch(on, hooks)
             recorder.leave()
 
     def _may_tape(self, module: torch.nn.Module) -> bool:
@@ -491,7 +491,7 @@ class Session:
     def _abort_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None and recorder.active:
-            recorder.switch(False)
+            recorder.lift()
             recorder.stop()
             self.phase = Phase.WAIT
 
@@ -562,28 +562,25 @@ class Session:
         local = self._local
         if local.open:
             local.open = False
-            local.tape.switch(False, False)
+            local.tape.lift()
         if self._recorder is not None and threading.get_ident() == self._thread:
-            self._recorder.switch(False)
+            self._recorder.lift()
 
     def lift(self) -> Any:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        local, tape = self._local, self._local.tape
+        tape = self._local.tape
         recorder = self._recorder if threading.get_ident() == self._thread else None
-        state = (recorder, recorder is not None and recorder.mode_on, tape.mode_on, tape.hooks_on)
-        local.lifted += 1
-        if recorder is not None:
-            recorder.switch(False)
-        tape.switch(False, False)
-        return state
+        self._local.lifted += 1
+        above = recorder.lift() if recorder is not None else None
+        return recorder, above, tape, tape.lift()
 
     def lower(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        recorder, on, mode, hooks = state
+        recorder, above, tape, places = state
         self._local.lifted -= 1
-        if recorder is not None:
-            recorder.switch(on and recorder.active)
-        self._local.tape.switch(mode, hooks)
+        tape.lower(places)
+        if recorder is not None and recorder.active:
+            recorder.lower(above)
 
     # --- notes -------------------------------------------------------------------------------------------------------
 

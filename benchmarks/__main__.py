@@ -1,0 +1,160 @@
+"""Measure all workloads and print the tables: ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.bars import LIMITS
+from benchmarks.workloads import NAMES, QUICK
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACES = {
+    "decoder": ("per step", "attention"),
+    "gpt": ("per block",),
+    "unet": ("per stage",),
+    "lstm_lm": ("per step",),
+    "nmt30": ("per step", "attention"),
+    "nmt60": ("per step", "attention"),
+}
+BUDGETS = (0.8, 0.6)
+"""As fractions of eager's peak; the third is the peak of checkpointing by hand."""
+
+
+class Runner:
+    """Runs cases, each in a process of its own, and collects what they print."""
+
+    def __init__(self, cache: Path, verbose: bool) -> None:
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.environment = {**os.environ, **threads, "TORCH_ECHO": "", "TORCH_ECHO_CACHE": str(cache)}
+        self.verbose = verbose
+        self.began = time.monotonic()
+
+    def case(self, workload: str, system: str, rounds: int) -> dict[str, Any]:
+        """One case."""
+        result = self._run("benchmarks.case", workload, system, "--rounds", str(rounds))
+        result = {"workload": workload, "system": system, **result}
+        self._say(f"{workload:8} {system:28} {tables.brief(result)}")
+        return result
+
+    def engine(self, rounds: int) -> dict[str, Any]:
+        """The microbenchmarks."""
+        result = self._run("benchmarks.engine", str(rounds))
+        self._say("engine")
+        return result
+
+    def script(self, length: int, echo: Sequence[str] | None) -> int:
+        """Peak of the sixth to eighth step of ``examples/nmt/train.py`` itself, plain or under ``torch-echo run``."""
+        example = ROOT / "examples" / "nmt"
+        start = [sys.executable] if echo is None else [sys.executable, "-m", "torch_echo", "run", *echo]
+        with tempfile.TemporaryDirectory() as folder:
+            out = str(Path(folder) / "peaks.json")
+            given = ["--lang", "ja", "--length", str(length), "--max-steps", "8", "--eval-lines", "0", "--threads", "1"]
+            command = [*start, str(example / "measure.py"), out, "6", "8", str(example / "train.py"), *given]
+            subprocess.run(command, env=self.environment, cwd=ROOT, check=True, capture_output=True)
+            peak: int = max(json.loads(Path(out).read_text()).values())
+        self._say(
+            f"train.py --length {length}, {'plain' if echo is None else 'run ' + ' '.join(echo)}: {peak / 2**20:.1f} MiB"
+        )
+        return peak
+
+    def _run(self, module: str, *args: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *args], env=self.environment, cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            return {"error": (done.stderr.strip().splitlines() or ["?"])[-1]}
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return result
+
+    def _say(self, text: str) -> None:
+        if self.verbose:
+            print(f"{time.monotonic() - self.began:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def by_hand(runner: Runner, name: str, rounds: int) -> dict[str, Any]:
+    """The placement of torch.utils.checkpoint with the least peak."""
+    systems = [f"hand:{place}" for place in PLACES[name]]
+    if len(systems) > 1:
+        peaks = {system: runner.case(name, system, 0).get("peak", sys.maxsize) for system in systems}
+        systems = [min(systems, key=peaks.__getitem__)]
+    return runner.case(name, systems[0], rounds)
+
+
+def measure(runner: Runner, workloads: Iterable[str], rounds: int, quick: bool, limits: bool) -> list[dict[str, Any]]:
+    """All cases of these workloads."""
+    few = max(3, rounds // 2)
+    results = []
+    for name in workloads:
+        eager = runner.case(name, "eager", 0)
+        results.append(eager)
+        best = by_hand(runner, name, 0 if quick else few)
+        results.append(best)
+        wide = not quick and name.startswith("nmt")
+        for option in ("echo", "echo:max_overhead=0.15", *(("echo:max_overhead=0.2",) if wide else ())):
+            results.append(runner.case(name, option, rounds))
+        if "peak" not in eager or quick:
+            continue
+        for share in BUDGETS:
+            above = round(share * eager["peak"])
+            results.append({**runner.case(name, f"echo:above={above}", few), "budget": above, "share": share})
+        if "peak" in best:
+            case = runner.case(name, f"echo:above={best['peak']}", few)
+            results.append({**case, "budget": best["peak"], "share": best["peak"] / eager["peak"], "hand": True})
+    if limits:
+        for limit in LIMITS:
+            if limit.workload in workloads:
+                system = f"limit:{limit.most}:{round(limit.mib * 2**20)}"
+                results.append(runner.case(limit.workload, system, 0))
+    return results
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--workload", action="append", choices=list(NAMES), help="only this one (may be repeated)")
+    parser.add_argument("--quick", action="store_true", help="fewer workloads, systems and rounds")
+    parser.add_argument("--rounds", type=int, help="steps of each kind for the times (15; 3 with --quick)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--markdown", action="store_true", help="print the README's table instead of the others")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="measure nothing: print the tables of this file")
+    args = parser.parse_args()
+    if args.from_json:
+        figures = json.loads(args.from_json.read_text())
+    else:
+        workloads = args.workload or list(QUICK if args.quick else NAMES)
+        rounds = args.rounds or (3 if args.quick else 15)
+        with tempfile.TemporaryDirectory() as folder:
+            runner = Runner(Path(folder) / "costs", verbose=True)
+            load = os.getloadavg()[0]
+            figures = {
+                "machine": tables.machine(),
+                "cases": measure(runner, workloads, rounds, args.quick, limits=not args.quick),
+            }
+            if not args.workload:
+                figures["engine"] = runner.engine(11 if args.quick else 41)
+            if not args.quick:
+                for length in (int(name[3:]) for name in workloads if name.startswith("nmt")):
+                    plain, echo = runner.script(length, None), runner.script(length, ("--max-overhead", "0.2"))
+                    figures.setdefault("script", {})[str(length)] = {"plain": plain, "echo": echo}
+            figures["load"] = [load, os.getloadavg()[2]]
+            figures["seconds"] = time.monotonic() - runner.began
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.markdown:
+        print(tables.markdown(figures))
+    else:
+        tables.show(figures)
+
+
+if __name__ == "__main__":
+    main()
