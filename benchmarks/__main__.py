@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,9 @@ BUDGETS = (0.8, 0.6)
 class Runner:
     """Runs cases, each in a process of its own, and collects what they print."""
 
-    def __init__(self, cache: Path, verbose: bool) -> None:
+    def __init__(self, cache: Path) -> None:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.environment = {**os.environ, **threads, "TORCH_ECHO": "", "TORCH_ECHO_CACHE": str(cache)}
-        self.verbose = verbose
         self.began = time.monotonic()
 
     def case(self, workload: str, system: str, rounds: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Runner:
     def engine(self, rounds: int) -> dict[str, Any]:
         """The microbenchmarks."""
         result = self._run("benchmarks.engine", str(rounds))
-        self._say("engine")
+        self._say("what the tape costs")
         return result
 
     def script(self, length: int, echo: Sequence[str] | None) -> int:
@@ -77,45 +77,46 @@ class Runner:
         return result
 
     def _say(self, text: str) -> None:
-        if self.verbose:
-            print(f"{time.monotonic() - self.began:5.0f} s  {text}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - self.began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
-def by_hand(runner: Runner, name: str, rounds: int) -> dict[str, Any]:
-    """The placement of torch.utils.checkpoint with the least peak."""
-    systems = [f"hand:{place}" for place in PLACES[name]]
-    if len(systems) > 1:
-        peaks = {system: runner.case(name, system, 0).get("peak", sys.maxsize) for system in systems}
-        systems = [min(systems, key=peaks.__getitem__)]
-    return runner.case(name, systems[0], rounds)
+def untimed(runner: Runner, workloads: Sequence[str], quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Cases of which only bytes and kernels are wanted, by workload, as many at a time as there are cores."""
+    cases = [(name, "eager") for name in workloads]
+    cases += [(name, f"hand:{place}") for name in workloads for place in PLACES[name]]
+    if not quick:
+        limits = [limit for limit in LIMITS if limit.workload in workloads]
+        cases += [(limit.workload, f"limit:{limit.most}:{round(limit.mib * 2**20)}") for limit in limits]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = list(pool.map(lambda case: runner.case(*case, rounds=0), cases))
+    return {name: [r for r in results if r["workload"] == name] for name in workloads}
 
 
-def measure(runner: Runner, workloads: Iterable[str], rounds: int, quick: bool, limits: bool) -> list[dict[str, Any]]:
-    """All cases of these workloads."""
-    few = max(3, rounds // 2)
-    results = []
-    for name in workloads:
-        eager = runner.case(name, "eager", 0)
-        results.append(eager)
-        best = by_hand(runner, name, 0 if quick else few)
-        results.append(best)
-        wide = not quick and name.startswith("nmt")
-        for option in ("echo", "echo:max_overhead=0.15", *(("echo:max_overhead=0.2",) if wide else ())):
-            results.append(runner.case(name, option, rounds))
-        if "peak" not in eager or quick:
-            continue
-        for share in BUDGETS:
-            above = round(share * eager["peak"])
-            results.append({**runner.case(name, f"echo:above={above}", few), "budget": above, "share": share})
-        if "peak" in best:
-            case = runner.case(name, f"echo:above={best['peak']}", few)
-            results.append({**case, "budget": best["peak"], "share": best["peak"] / eager["peak"], "hand": True})
-    if limits:
-        for limit in LIMITS:
-            if limit.workload in workloads:
-                system = f"limit:{limit.most}:{round(limit.mib * 2**20)}"
-                results.append(runner.case(limit.workload, system, 0))
-    return results
+def scripts(runner: Runner, workloads: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Peaks of the training script itself, by length."""
+    lengths = [int(name[3:]) for name in workloads if name.startswith("nmt")]
+    ways = {"plain": None, "echo": ("--max-overhead", "0.2")}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = {(n, way): pool.submit(runner.script, n, options) for n in lengths for way, options in ways.items()}
+        return {str(n): {way: made[n, way].result() for way in ways} for n in lengths}
+
+
+def timed(runner: Runner, name: str, known: list[dict[str, Any]], rounds: int, quick: bool) -> list[dict[str, Any]]:
+    """All cases of a workload, one at a time; `known` are those of which no times are wanted."""
+    few = max(3, rounds // 3)
+    eager = known[0]
+    hands = [case for case in known if case["system"].startswith("hand")]
+    best = min(hands, key=lambda case: case.get("peak", sys.maxsize))
+    results = [eager, best if quick else runner.case(name, best["system"], few)]
+    wide = not quick and name.startswith("nmt")
+    for option in ("echo", "echo:max_overhead=0.15", *(("echo:max_overhead=0.2",) if wide else ())):
+        results.append(runner.case(name, option, rounds))
+    if not quick and "peak" in eager and "peak" in best:
+        for above in (*(round(share * eager["peak"]) for share in BUDGETS), best["peak"]):
+            case = runner.case(name, f"echo:above={above}", few)
+            case |= {"budget": above, "share": above / eager["peak"], "hand": above == best["peak"]}
+            results.append(case)
+    return results + [case for case in known if case["system"].startswith("limit")]
 
 
 def main() -> None:
@@ -134,18 +135,18 @@ def main() -> None:
         workloads = args.workload or list(QUICK if args.quick else NAMES)
         rounds = args.rounds or (3 if args.quick else 15)
         with tempfile.TemporaryDirectory() as folder:
-            runner = Runner(Path(folder) / "costs", verbose=True)
             load = os.getloadavg()[0]
+            # Costs measured while two cases run at a time are no use to the timed ones.
+            runner, side = Runner(Path(folder) / "costs"), Runner(Path(folder) / "side")
+            known = untimed(side, workloads, args.quick)
             figures = {
                 "machine": tables.machine(),
-                "cases": measure(runner, workloads, rounds, args.quick, limits=not args.quick),
+                "cases": [c for name in workloads for c in timed(runner, name, known[name], rounds, args.quick)],
             }
             if not args.workload:
                 figures["engine"] = runner.engine(11 if args.quick else 41)
             if not args.quick:
-                for length in (int(name[3:]) for name in workloads if name.startswith("nmt")):
-                    plain, echo = runner.script(length, None), runner.script(length, ("--max-overhead", "0.2"))
-                    figures.setdefault("script", {})[str(length)] = {"plain": plain, "echo": echo}
+                figures["script"] = scripts(side, workloads)
             figures["load"] = [load, os.getloadavg()[2]]
             figures["seconds"] = time.monotonic() - runner.began
     if args.json:

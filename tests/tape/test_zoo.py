@@ -11,19 +11,22 @@ from .models import CASES
 
 plain = cache(lambda name: train(CASES[name]))
 
-FORCED: dict[str, Choice] = {"all": everything, "random": randomly(1), "few": randomly(2, 0.2)}
+FORCED: list[tuple[str, Choice, bool]] = [
+    ("all-apply", everything, False),
+    ("all-run", everything, True),
+    ("half-run", randomly(1), True),
+    ("few-apply", randomly(2, 0.2), False),
+]
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["apply", "run"])
-@pytest.mark.parametrize("choice", FORCED)
+@pytest.mark.parametrize(("choose", "every"), [pytest.param(c, e, id=name) for name, c, e in FORCED])
 @pytest.mark.parametrize("name", CASES)
-def test_forced_plans(name: str, choice: str, every: bool) -> None:
+def test_forced_plans(name: str, choose: Choice, every: bool) -> None:
     """Plans that drop what no planner would."""
-    compare(CASES[name], FORCED[choice], every=every, plain=plain(name))
+    compare(CASES[name], choose, every=every, plain=plain(name))
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["apply", "run"])
 @pytest.mark.parametrize("name", CASES)
-def test_planned(name: str, every: bool) -> None:
-    """The planner's own plans."""
-    compare(CASES[name], None, every=every, plain=plain(name))
+def test_planned(name: str) -> None:
+    """The planner's own plan, over the whole step."""
+    compare(CASES[name], None, every=True, plain=plain(name))

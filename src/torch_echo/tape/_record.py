@@ -115,9 +115,12 @@ class Recorder(Stackable):
         known: dict[int, tuple[Kind, str]],
         tape: Tape | None = None,
         tables: Mapping[str, Table] | None = None,
+        script: bool = True,
     ) -> None:
         super().__init__()
         self.device = device
+        self.script = script
+        """Will the script's own code, outside of modules, be taped?"""
         self.tape = tape
         """Drops values during the watched iteration too, for jobs that do not fit otherwise."""
         self.tables = tables or {}
@@ -211,7 +214,10 @@ class Recorder(Stackable):
             reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],
             made=[],
             mutated=[],
-            keep=rule.keep or not plain or nondeterministic_on(rule, self.device.type),
+            keep=rule.keep
+            or not plain
+            or nondeterministic_on(rule, self.device.type)
+            or not (self.script or self.layers[-1]),
         )
         self.mark("op", call)
         begin = perf_counter()

@@ -53,6 +53,9 @@ RootCall = tuple[str, tuple[tuple[int, ...], ...]]
 MAX_RECORDS = 12
 """Recordings in the life of a session: each makes one step slow and is followed by planning."""
 
+EMPTY_RECORDS = 3
+"""Recordings in which nothing is saved, before a session gives up."""
+
 GROWTH = 1.25
 """Inputs larger by this factor than those of the recorded step make the session record and plan again."""
 
@@ -304,8 +307,10 @@ class Session:
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
         on, hooks = recorder.mode_on, recorder.hooks_on
-        if not local.depth and self._watch_all and compat.top_mode() is None and compat.top_hooks() is None:
-            on = hooks = True
+        if not local.depth and compat.top_mode() is None and compat.top_hooks() is None:
+            # The script's own code up to backward is watched too: it may write over what a recipe would read. What it saves
+            # counts only where it will be taped.
+            on, hooks = True, self._watch_all
         compiled = compat.is_compiled(module)
         recorder.enter(entry.path)
         recorder.switch(not compiled, not compiled)
@@ -433,14 +438,12 @@ class Session:
             self._note("planning", "waits: a profiler of the script's is running", once=True)
             return
         known = self._known()
+        tape, tables = None, None
         if self._lean():
             tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
+            tables = self.installed.tables if self.installed is not None else None
             self._local.tape = tape
-            self._recorder = Recorder(
-                self.device, known, tape, self.installed.tables if self.installed is not None else None
-            )
-        else:
-            self._recorder = Recorder(self.device, known)
+        self._recorder = Recorder(self.device, known, tape, tables, script=self._watch_all)
         self.installed = None
         for e in entries.values():
             if e is not None and e.owner is self:
@@ -457,6 +460,9 @@ class Session:
         recorder.stop()
         if not recorder.saved:
             self.phase = Phase.WAIT
+            if self._records >= EMPTY_RECORDS:
+                self.phase = Phase.OFF
+                self._note("training step", "autograd saved nothing that could be seen: compiled, or nothing to train")
             return
         try:
             cost = get_cost_model(self.options.cost, self.device)
