@@ -88,7 +88,7 @@ def untimed(runner: Runner, workloads: Sequence[str], quick: bool) -> dict[str, 
         limits = [limit for limit in LIMITS if limit.workload in workloads]
         cases += [(limit.workload, f"limit:{limit.most}:{round(limit.mib * 2**20)}") for limit in limits]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = list(pool.map(lambda case: runner.case(*case, rounds=0), cases))
+        results = list(pool.map(lambda case: runner.case(case[0], case[1], 0), cases))
     return {name: [r for r in results if r["workload"] == name] for name in workloads}
 
 

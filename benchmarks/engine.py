@@ -63,7 +63,8 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """One after the other."""
-        return self.plain(self.planned(x))
+        out: Tensor = self.plain(self.planned(x))
+        return out
 
 
 class Fixed(Session):

@@ -42,7 +42,7 @@ def test_kernels_are_counted_once_under_a_dispatch_mode() -> None:
     x = torch.randn(4, 4)
 
     def step() -> None:
-        with Mode():
+        with Mode():  # type: ignore[no-untyped-call]
             torch.mm(x, x)
         torch.mm(x, x)
 

@@ -18,7 +18,7 @@ NAMES = {
 }
 """What each workload is, in a few words."""
 
-QUICK = ("decoder", "unet", "lstm_lm", "nmt30")
+QUICK = ("decoder", "unet", "nmt30")
 """Those of ``--quick``."""
 
 

@@ -48,7 +48,8 @@ class MeanSquare(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """The loss. The output is let go of before backward."""
         y = self.model(*inputs)
-        return y.float().square().mean()
+        loss: Tensor = y.float().square().mean()
+        return loss
 
 
 class Trainer:

@@ -27,7 +27,8 @@ class Block(nn.Module):
         q, k, v = (t.reshape(batch, length, HEADS, size).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
         attention = torch.softmax(q @ k.transpose(-1, -2) / size**0.5, -1)
         x = x + self.proj((attention @ v).transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -45,7 +46,8 @@ class GPT(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = self.place(block, x)
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 def make() -> Workload:

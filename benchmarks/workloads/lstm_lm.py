@@ -37,7 +37,8 @@ class LanguageModel(nn.Module):
         for t in range(ids.shape[1]):
             state = self.place(self.step, embedded[:, t], *state)
             out.append(state[-2])
-        return self.output(torch.stack(out, 1))
+        logits: Tensor = self.output(torch.stack(out, 1))
+        return logits
 
 
 def make() -> Workload:

@@ -42,7 +42,8 @@ class UNet(nn.Module):
         c = place(self.bottom, F.max_pool2d(b, 2))
         u = place(self.up2, torch.cat([F.interpolate(c, scale_factor=2), b], 1))
         v = place(self.up1, torch.cat([F.interpolate(u, scale_factor=2), a], 1))
-        return self.output(v)
+        out: Tensor = self.output(v)
+        return out
 
 
 def make() -> Workload:

@@ -18,7 +18,6 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs each start and stop
 
 import torch
-from torch.autograd import _profiler_enabled
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -45,10 +44,16 @@ class Meter:
         events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
         live = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):
-            if event.device_type() == torch.autograd.DeviceType.CPU:
+            if event.device_type().name == "CPU":
                 live += event.nbytes()
                 peak = max(peak, live)
         return peak
+
+
+def profiled() -> bool:
+    """Is another profiler at work?"""
+    enabled: bool = torch._C._autograd._profiler_enabled()
+    return enabled
 
 
 def main() -> None:
@@ -60,7 +65,7 @@ def main() -> None:
 
     def before_call(module: torch.nn.Module, args: Any) -> None:
         nonlocal meter
-        if first <= step <= last and meter is None and torch.is_grad_enabled() and not _profiler_enabled():
+        if first <= step <= last and meter is None and torch.is_grad_enabled() and not profiled():
             meter = Meter()
 
     def after_step(*_: Any) -> None:

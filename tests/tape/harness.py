@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_echo.footprint import check_plan, replay
+from torch_echo.footprint import Replayer, check_plan, replay
 from torch_echo.graph import Phase as OpPhase
 from torch_echo.graph import TrainingGraph
 from torch_echo.options import Options
@@ -41,6 +41,7 @@ __all__ = [
     "legal",
     "loop",
     "nothing",
+    "producers",
     "randomly",
     "train",
 ]
@@ -54,8 +55,8 @@ CPU = torch.device("cpu")
 
 
 def legal(graph: TrainingGraph, wanted: Collection[int]) -> frozenset[int]:
-    """The largest legal plan within `wanted`: whole chains of in-place ops only, and no op re-run from a value that is
-    overwritten."""
+    """The largest legal plan within `wanted`: whole chains of in-place ops only, no op re-run from a value that is
+    overwritten, and nothing that backward never asks for."""
     ok = graph.droppable()
     dropped = {v for v in wanted if ok[v]}
     while True:
@@ -65,7 +66,9 @@ def legal(graph: TrainingGraph, wanted: Collection[int]) -> frozenset[int]:
             if any(r not in dropped and not graph.values[r].keepable for r in op.reads):
                 bad.add(v)
         if not bad:
-            return frozenset(dropped)
+            replayer = Replayer(graph)
+            needed = set(replayer.records(replayer.mask(dropped))[0].tolist())
+            return frozenset(v for v in dropped if graph.values[v].producer in needed)
         dropped -= bad
 
 
@@ -220,6 +223,8 @@ class Case:
     )
     passes: int = 1
     """Iterations (a forward and its backward) in a step."""
+    static: bool = True
+    """Each step runs the same ops on the same shapes."""
     tolerance: float = 0.005
     """Of predicted against measured peaks, relative to the bytes that the step adds to those from before it."""
 
@@ -297,8 +302,6 @@ def compare(
     *,
     every: bool = False,
     steps: int = 5,
-    reruns: bool = True,
-    footprint: bool = True,
     plain: Trace | None = None,
     options: Options | None = None,
 ) -> Session:
@@ -314,10 +317,10 @@ def compare(
     taped = train(case, session, every=every, steps=steps)
     check_same(plain, taped)
     assert session.plan is not None, f"no plan: {session.phase}, {session.unhandled}"
-    if footprint:
-        check_baseline(plain, session, case.tolerance)
+    if case.static:
+        if case.passes == 1:
+            check_baseline(plain, session, case.tolerance)
         check_footprint(session, case.tolerance)
-    if reruns:
         planned = case.passes * len(session.plan.rerun)
         assert taped.reruns[2:] == [planned] * (steps - 2), f"{taped.reruns} ops re-run, {planned} planned"
     return session

@@ -43,7 +43,7 @@ def test_programs(every: bool, share: float) -> None:
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        phases=(Phase.explicit, Phase.generate),
     )
     @given(programs(), st.integers(0, 1000))
     def check(spec: Spec, seed: int) -> None:

@@ -239,6 +239,9 @@ class Tape(Stackable):
                 slot = None
             if slot is not None and slot.current(tensor) and not compat.functorch_active():
                 return Dropped(tensor, slot)
+        if not tensor.is_leaf:
+            # A node that saved its own output would be kept by it for ever: a cycle that no collector sees.
+            return (compat.alias(tensor), tensor._version)
         return (tensor, tensor._version)
 
     def forget(self) -> None:

@@ -244,9 +244,10 @@ class Session:
         if not local.depth:
             if not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
                 return original(module, *args, **kwargs)
-            self._enter_root(entry, args, kwargs)
-            if self.phase in (Phase.WAIT, Phase.OFF) or not self._may_tape(module):
-                lean = self.phase is Phase.WAIT and self._lean() and self._may_tape(module)
+            free = self._may_tape(module)
+            self._enter_root(entry, args, kwargs, free)
+            if self.phase in (Phase.WAIT, Phase.OFF) or not free:
+                lean = self.phase is Phase.WAIT and self._lean() and free
                 return self._call_unplanned(lean, module, args, kwargs)
         recorder = self._recorder
         if recorder is not None and recorder.active:
@@ -345,25 +346,27 @@ class Session:
         self._note(type(module).__name__, reason, once=True)
         return False
 
-    def _enter_root(self, entry: Entry, args: Any, kwargs: Any) -> None:
-        """A training call outside of any other begins."""
+    def _enter_root(self, entry: Entry, args: Any, kwargs: Any, free: bool) -> None:
+        """A training call outside of any other begins; `free`: it can be taped."""
         call = (entry.path, _shapes(args, kwargs))
         if self._backward_seen or self.iterations == 0:
             self._backward_seen = False
             self._close_script()
-            self._next_iteration(call)
+            self._next_iteration(call, free)
         self._calls.append(call)
 
     # --- iterations --------------------------------------------------------------------------------------------------
 
-    def _next_iteration(self, first: RootCall) -> None:
-        """A new iteration begins with the call `first`."""
+    def _next_iteration(self, first: RootCall, free: bool) -> None:
+        """A new iteration begins with the call `first`; it is watched only if that call can be taped."""
         self._finish_iteration()
         self._raise_failure()
         self.iterations += 1
         self._calls = []
         if self.installed is not None:
             self.installed.reset()
+        if not free:
+            return
         if self.phase is Phase.WAIT:
             if self.iterations >= 2:
                 self._start_recording()
