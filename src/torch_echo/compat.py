@@ -257,6 +257,20 @@ class below_autograd:
         torch._C._set_grad_enabled(self._grad)
 
 
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+"""A view with the negative bit set."""
+
+
+def is_op(func: Any) -> bool:
+    """Is it an overload of an op, and not a higher-order op?"""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def op_name(func: Any) -> tuple[str, str]:
+    """("aten::add", "Tensor")"""
+    return func._schema.name, func._overloadname
+
+
 def mutated_arguments(func: Any) -> tuple[int | str, ...]:
     """Positions (or names, for keyword-only arguments) of the arguments that `func`'s schema says it writes."""
     found: list[int | str] = []

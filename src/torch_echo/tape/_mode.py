@@ -233,10 +233,7 @@ class Tape(Stackable):
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook that autograd calls for each tensor it saves."""
         if self.slots and type(tensor) is torch.Tensor:
-            try:
-                slot = self.slots.get(tensor.untyped_storage()._cdata)
-            except (NotImplementedError, RuntimeError):  # sparse and other layouts have no storage: kept as they are
-                slot = None
+            slot = self.slots.get(compat.storage_key(tensor))
             if slot is not None and slot.current(tensor) and not compat.functorch_active():
                 return Dropped(tensor, slot)
         if not tensor.is_leaf:

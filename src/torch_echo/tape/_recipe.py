@@ -54,7 +54,7 @@ class Leaf:
             if t.is_conj():
                 copy = copy.conj()
             if t.is_neg():
-                copy = torch._neg_view(copy)
+                copy = compat.neg_view(copy)
         self.tensor, self.version, self.key = copy, copy._version, compat.storage_key(copy)
 
 
@@ -81,7 +81,7 @@ class View:
             if self.bits[0]:
                 view = view.conj()
             if self.bits[1]:
-                view = torch._neg_view(view)
+                view = compat.neg_view(view)
         return view
 
 

@@ -110,9 +110,9 @@ def rule_of(func: Any) -> Rule:
 
 
 def _make(func: Any) -> Rule:
-    if not isinstance(func, torch._ops.OpOverload):  # a higher-order op
+    if not compat.is_op(func):
         return Rule(name=str(func), keep=True)
-    name: str = func._schema.name
+    name, overload = compat.op_name(func)
     mutates = compat.mutated_arguments(func)
     undeclared = _UNDECLARED_WRITES.get(name, ())
     keep = not name.startswith("aten::") or name in _NEVER or name in _SILENT
@@ -124,14 +124,15 @@ def _make(func: Any) -> Rule:
         shape_only=name in _SHAPE_ONLY,
         silent=name in _SILENT,
         in_place=_in_place(func),
-        rerun=_RERUN.get(name) if func._overloadname == "default" else None,
+        rerun=_RERUN.get(name) if overload == "default" else None,
     )
 
 
 def _in_place(func: Any) -> Any:
-    name = func._schema.name.removeprefix("aten::")
+    full, overload = compat.op_name(func)
+    name = full.removeprefix("aten::")
     packet = getattr(aten, name + "_", None) if name in _ELEMENTWISE else None
-    return getattr(packet, func._overloadname, None) if packet is not None else None
+    return getattr(packet, overload, None) if packet is not None else None
 
 
 def may_reuse(rule: Rule, args: tuple[Any, ...], out: Any) -> bool:
