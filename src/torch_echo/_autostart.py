@@ -25,9 +25,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch_echo.graph import TrainingGraph
     from importlib.machinery import ModuleSpec
 
+    from torch_echo.graph import TrainingGraph
     from torch_echo.options import Options
     from torch_echo.report.summary import Summary
 

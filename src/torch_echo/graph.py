@@ -105,6 +105,8 @@ class Op:
     bytes_moved: int = 0
     reuse_seconds: float = 0.0
     """With Trait.REUSES: duration of a re-run that writes over its first read."""
+    call: int = 0
+    """Which call of its layer it ran in, counted from the start of the iteration."""
     workspace: int = 0
     """Bytes above (live at entry + all of its outputs) at the worst moment inside the op."""
     traits: Trait = Trait.NONE
@@ -125,6 +127,8 @@ class Save:
     """Backward op that reads it; -1 if none."""
     layer: str = ""
     """Module path in which it was packed."""
+    call: int = 0
+    """Which call of that layer."""
 
 
 @dataclass(slots=True)

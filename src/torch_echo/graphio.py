@@ -35,13 +35,13 @@ _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
         Op,
         {
             "name": str, "layer": str, "phase": Phase, "cls": int, "instance": int, "start": int, "end": int,
-            "reads": tuple, "writes": tuple, "seconds": float, "flops": float, "bytes_moved": int, "reuse_seconds": float, "workspace": int,
-            "traits": Trait,
+            "reads": tuple, "writes": tuple, "seconds": float, "flops": float, "bytes_moved": int, "reuse_seconds": float,
+            "call": int, "workspace": int, "traits": Trait,
         },
     ),
     "saves": (
         Save,
-        {"value": int, "pack": int, "unpack": int, "release": int, "reader": int, "layer": str},
+        {"value": int, "pack": int, "unpack": int, "release": int, "reader": int, "layer": str, "call": int},
     ),
     "classes": (OpClass, {"name": str, "layer": str, "site": tuple}),
     "passes": (BackwardPass, {"start": int, "end": int, "keeps_graph": bool}),

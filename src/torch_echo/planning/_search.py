@@ -339,7 +339,22 @@ class Search:
         groups = np.split(values, np.flatnonzero(np.diff(of_class[values])) + 1)
         groups = [group for group in groups if self.prices.nbytes[group].any()]
         members = sorted(groups, key=lambda group: -float(self.prices.nbytes[group].sum()))
-        self._improve(lambda start: [m for group in members for m in self._moves(group, start)], "classes", limit)
+        layers = self._layers(values)
+
+        def moves(start: Mask) -> list[Move]:
+            # An engine may cost something in each layer where anything is dropped: little is not worth that.
+            leave: list[Move] = [(group, False) for group in layers if start[group].any()]
+            return leave + [m for group in members for m in self._moves(group, start)]
+
+        self._improve(moves, "classes", limit)
+
+    def _layers(self, values: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Values by the layer of their producer, those with the fewest bytes first."""
+        by_layer: dict[str, list[int]] = {}
+        for v in values.tolist():
+            by_layer.setdefault(self.replayer.graph.ops[int(self.replayer.v_producer[v])].layer, []).append(v)
+        groups = [np.array(group, np.int64) for group in by_layer.values()]
+        return sorted(groups, key=lambda group: float(self.prices.nbytes[group].sum()))[:12]
 
     def values(self) -> None:
         """For graphs of a few values: up to two or three values at a time."""

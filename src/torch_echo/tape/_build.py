@@ -64,7 +64,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     walk = _Walk(graph)
     classes: dict[tuple[str, tuple[int, ...]], int] = {}
     counts: list[int] = []
-    saves: list[Save] = [Save(-1, -1, -1, len(events), -1, s.layer) for s in recorder.saved]
+    saves: list[Save] = [Save(-1, -1, -1, len(events), -1, s.layer, s.call) for s in recorder.saved]
     sequences: dict[int, int] = {}
     keep_graph: list[BackwardPass] = []
     inside: Op | None = None
@@ -155,7 +155,9 @@ def _begin(
     if call.rule.random:
         traits |= Trait.RANDOM
     reads = tuple(dict.fromkeys(_value(walk, recorder, s) for s in call.reads))
-    op = Op(call.rule.name, call.layer, Phase.FORWARD, cls, counts[cls], tick, tick, reads, traits=traits)
+    op = Op(
+        call.rule.name, call.layer, Phase.FORWARD, cls, counts[cls], tick, tick, reads, call=call.call, traits=traits
+    )
     counts[cls] += 1
     graph.ops.append(op)
     return op

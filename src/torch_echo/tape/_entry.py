@@ -55,16 +55,18 @@ class Owner(Protocol):
 class Entry:
     """What a session knows of one module."""
 
-    __slots__ = ("hooks", "mode", "module", "owner", "path", "root", "table")
+    __slots__ = ("beyond", "calls", "module", "owner", "path", "root", "tables")
 
     def __init__(self, owner: Owner, module: torch.nn.Module, path: str, root: bool) -> None:
         self.owner = owner
         self.path = path
         self.root = root
-        self.table: dict[Any, Any] | None = None
-        """Decisions for the ops of this module; None where the session has not planned."""
-        self.mode = False
-        self.hooks = False
+        self.tables: list[Any] | None = None
+        """For each call in an iteration, what the plan says of it; None where there is nothing to do."""
+        self.beyond: Any = None
+        """The same for calls beyond those planned."""
+        self.calls = 0
+        """Calls in this iteration."""
         key = id(module)
         self.module = weakref.ref(module, lambda _: entries.pop(key, None))
 

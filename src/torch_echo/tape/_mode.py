@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from sys import _getframe
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,45 +17,53 @@ from torch_echo.tape._recipe import NO_KWARGS, Leaf, Passes, Recipe, Slot, View,
 from torch_echo.tape._rules import Rule, may_reuse, rule_of
 from torch_echo.tape._stack import Stackable, overwritten, unpack
 
-__all__ = ["Decision", "Dropped", "Site", "Table", "Tape", "unpack"]
+__all__ = ["OFF", "Decision", "Dropped", "Site", "Table", "Tape", "unpack"]
 
 Site = tuple[int, int, int]
-
-
-class Table(Protocol):
-    """Decisions by call site."""
-
-    def get(self, site: Site, /) -> Decision | None:
-        """The decision for the ops called at `site`, or None to keep what they make."""
 
 
 _order = itertools.count().__next__
 
 
 class Decision:
-    """What the plan says of one class of ops: for each instance, which outputs to drop (a bit mask).
+    """What the plan says of one class of ops in one call of its module: for each instance, which outputs to drop (a bit mask).
 
-    Instances beyond those of the planned step (a longer sequence) follow the mean of the planned ones.
+    Instances beyond those of the planned step (a longer sequence) follow the class as a whole: `share` of `total` were
+    dropped there, mostly with the mask `common`.
     """
 
-    __slots__ = ("common", "count", "masks", "name", "share", "total")
+    __slots__ = ("common", "count", "masks", "share", "total")
 
-    def __init__(self, name: str, masks: list[int]) -> None:
-        self.name = name
+    def __init__(self, masks: list[int], common: int, share: int, total: int) -> None:
         self.masks = masks
+        self.common = common
+        self.share = share
+        self.total = total
         self.count = 0
-        dropped = [m for m in masks if m]
-        self.common = max(set(dropped), key=dropped.count) if dropped else 0
-        self.share = len(dropped)
-        self.total = len(masks)
 
     def next(self) -> int:
         """The mask of the next instance."""
         i = self.count
         self.count = i + 1
-        if i < self.total:
+        if i < len(self.masks):
             return self.masks[i]
         return self.common if (i + 1) * self.share // self.total > i * self.share // self.total else 0
+
+
+class Table:
+    """What the plan says of one call of a module: decisions by call site, and whether mode and hooks are needed at all."""
+
+    __slots__ = ("funcs", "hooks", "mode", "sites")
+
+    def __init__(self, sites: dict[Site, Decision], mode: bool, hooks: bool) -> None:
+        self.sites = sites
+        self.funcs = frozenset(site[0] for site in sites)
+        self.mode = mode
+        self.hooks = hooks
+
+
+OFF = Table({}, False, False)
+"""Nothing to do."""
 
 
 class Dropped:
@@ -89,9 +97,6 @@ class Dropped:
         return tensor
 
 
-_unknown: Any = object()
-
-
 class Tape(Stackable):
     """The recording side, one per thread and session."""
 
@@ -101,20 +106,26 @@ class Tape(Stackable):
         """Current slot of each storage whose content is dropped."""
         self.pinned: dict[int, list[weakref.ref[Leaf]]] = {}
         """Leaves of recipes, by storage: to be copied before an op overwrites them."""
-        self.table: Table = {}
-        """Decisions for the module whose code is running."""
-        self.mutators: dict[int, Rule | None] = {}
+        self.table = OFF
+        """Decisions for the module call whose code is running."""
+        self.pure: set[int] = set()
+        """Ops met so far that write none of their arguments, by identity."""
 
     # --- forward: ops ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = _getframe(1)
-        back = frame.f_back
-        return self.execute(func, args, kwargs, (id(func), frame.f_lasti, -1 if back is None else back.f_lasti))
+        key = id(func)
+        if key in self.table.funcs:
+            frame = _getframe(1)
+            back = frame.f_back
+            return self.execute(func, args, kwargs, (key, frame.f_lasti, -1 if back is None else back.f_lasti))
+        if key in self.pure:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._keep(func, args, kwargs)
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run an op called at `site` of the module that is running."""
-        decision = self.table.get(site)
+        decision = self.table.sites.get(site)
         if decision is not None:
             mask = decision.next()
             if mask:
@@ -123,15 +134,12 @@ class Tape(Stackable):
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose outputs are kept."""
-        key = id(func)
-        rule = self.mutators.get(key, _unknown)
-        if rule is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if rule is _unknown:
+        if id(func) not in self.pure:
             rule = rule_of(func)
-            rule = self.mutators[key] = rule if rule.mutates else None
-        if rule is not None and (self.slots or self.pinned):
-            self._before_write(rule, args, kwargs or NO_KWARGS)
+            if not rule.mutates:
+                self.pure.add(id(func))
+            elif self.slots or self.pinned:
+                self._before_write(rule, args, kwargs or NO_KWARGS)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _drop(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: int) -> Any:
@@ -236,10 +244,11 @@ class Tape(Stackable):
             slot = self.slots.get(compat.storage_key(tensor))
             if slot is not None and slot.current(tensor) and not compat.functorch_active():
                 return Dropped(tensor, slot)
-        if not tensor.is_leaf:
-            # A node that saved its own output would be kept by it for ever: a cycle that no collector sees.
-            return (compat.alias(tensor), tensor._version)
-        return (tensor, tensor._version)
+        version = tensor._version
+        if version and not tensor.is_leaf:
+            # An in-place op may save its own result: the node would be kept by it for ever, a cycle that no collector sees.
+            return (compat.alias(tensor) if type(tensor) is torch.Tensor else tensor.detach(), version)
+        return (tensor, version)
 
     def forget(self) -> None:
         """Forward is over: what handles and recipes hold stays, the look-up tables go."""

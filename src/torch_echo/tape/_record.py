@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from sys import _getframe
 from time import perf_counter
@@ -22,7 +22,7 @@ import torch
 from torch_echo import compat
 from torch_echo.cost import OpSpec, spec_of
 from torch_echo.graph import Kind
-from torch_echo.tape._mode import Dropped, Site, Table, Tape
+from torch_echo.tape._mode import OFF, Dropped, Site, Table, Tape
 from torch_echo.tape._recipe import Passes, tensors_in, written
 from torch_echo.tape._rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._stack import Stackable, unpack
@@ -49,6 +49,7 @@ class OpCall:
     rule: Rule
     spec: OpSpec | None
     layer: str
+    call: int
     site: Site
     sequence: int
     reads: list[int]
@@ -67,6 +68,7 @@ class SavedTensor:
 
     storage: int
     layer: str
+    call: int
 
 
 @dataclass(slots=True)
@@ -114,7 +116,7 @@ class Recorder(Stackable):
         device: torch.device,
         known: dict[int, tuple[Kind, str]],
         tape: Tape | None = None,
-        tables: Mapping[str, Table] | None = None,
+        tables: Mapping[str, Sequence[Table]] | None = None,
         script: bool = True,
     ) -> None:
         super().__init__()
@@ -134,7 +136,9 @@ class Recorder(Stackable):
         self.keys: list[int] = []
         self.calls: list[OpCall] = []
         self.saved: list[SavedTensor] = []
-        self.layers: list[str] = [""]
+        self.layers: list[tuple[str, int]] = [("", 0)]
+        """Module calls under way: path, and which call of it."""
+        self._calls_of: dict[str, int] = {}
         self.nesting: set[tuple[str, str]] = set()
         self.base_bytes = 0
         self.active = False
@@ -177,18 +181,21 @@ class Recorder(Stackable):
 
     def enter(self, layer: str) -> None:
         """A module's call begins."""
-        self.nesting.add((self.layers[-1], layer))
-        self.layers.append(layer)
-        self._turn_to(layer)
+        self.nesting.add((self.layers[-1][0], layer))
+        call = self._calls_of.get(layer, 0)
+        self._calls_of[layer] = call + 1
+        self.layers.append((layer, call))
+        self._turn_to(layer, call)
 
     def leave(self) -> None:
         """A module's call ends."""
         self.layers.pop()
-        self._turn_to(self.layers[-1])
+        self._turn_to(*self.layers[-1])
 
-    def _turn_to(self, layer: str) -> None:
+    def _turn_to(self, layer: str, call: int) -> None:
         if self.tape is not None:
-            self.tape.table = self.tables.get(layer, {})
+            tables = self.tables.get(layer, ())
+            self.tape.table = tables[call] if call < len(tables) else OFF
 
     # --- forward -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +215,8 @@ class Recorder(Stackable):
             func=func,
             rule=rule,
             spec=spec_of(func, args, kwargs) if plain and not rule.keep else None,
-            layer=self.layers[-1],
+            layer=self.layers[-1][0],
+            call=self.layers[-1][1],
             site=(id(func), frame.f_lasti, -1 if back is None else back.f_lasti),
             sequence=compat.sequence_number() - 1,
             reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],
@@ -217,7 +225,7 @@ class Recorder(Stackable):
             keep=rule.keep
             or not plain
             or nondeterministic_on(rule, self.device.type)
-            or not (self.script or self.layers[-1]),
+            or not (self.script or self.layers[-1][0]),
         )
         self.mark("op", call)
         begin = perf_counter()
@@ -257,7 +265,7 @@ class Recorder(Stackable):
         index = self.ids.get(key)
         if index is None:
             storage = tensor.untyped_storage()
-            kind, layer = self.known.get(key, (Kind.FEATURE_MAP if new else Kind.INPUT, self.layers[-1]))
+            kind, layer = self.known.get(key, (Kind.FEATURE_MAP if new else Kind.INPUT, self.layers[-1][0]))
             index = self.ids[key] = len(self.storages)
             self.keys.append(key)
             # The weak reference keeps the key from being reused by another storage.
@@ -273,7 +281,7 @@ class Recorder(Stackable):
         if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
             return (tensor, tensor._version)
         index = len(self.saved)
-        self.saved.append(SavedTensor(self._storage(tensor), self.layers[-1]))
+        self.saved.append(SavedTensor(self._storage(tensor), *self.layers[-1]))
         content = self.tape.pack(tensor) if self.tape is not None else None
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)

@@ -37,7 +37,7 @@ from torch_echo.tape import _entry
 from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._install import RERUN_SECONDS, Installed, engine_seconds, install_plan
-from torch_echo.tape._mode import Tape, unpack
+from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._record import PeakMeter, Recorder
@@ -107,6 +107,16 @@ def _shapes(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
 
 def _elements(call: RootCall) -> int:
     return sum(math.prod(shape) for shape in call[1])
+
+
+def _table(entry: Entry) -> Table:
+    """What the plan says of this call of a module."""
+    tables, call = entry.tables, entry.calls
+    if tables is None:
+        return OFF
+    entry.calls = call + 1
+    table: Table = tables[call] if call < len(tables) else entry.beyond
+    return table
 
 
 class Session:
@@ -255,7 +265,7 @@ class Session:
                 return original(module, *args, **kwargs)
             return self._call_recorded(recorder, entry, module, args, kwargs)
         if local.depth:
-            if entry.table is None:
+            if entry.tables is None:
                 return original(module, *args, **kwargs)
             return self._call_taped(entry, module, args, kwargs)
         if self.installed is None:
@@ -288,11 +298,11 @@ class Session:
         if not local.depth and not local.open and self._watch_all and self.installed is not None:
             script = self.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
-            if script is not None and compat.top_mode() is None and compat.top_hooks() is None:
+            if script is not OFF and compat.top_mode() is None and compat.top_hooks() is None:
                 local.open = True
-                table, mode, hooks = script
-        tape.table = entry.table or {}
-        tape.switch(entry.mode, entry.hooks)
+                table, mode, hooks = script, script.mode, script.hooks
+        tape.table = here = _table(entry)
+        tape.switch(here.mode, here.hooks)
         local.depth += 1
         try:
             return _entry.original_call(module, *args, **kwargs)
@@ -450,7 +460,7 @@ class Session:
         self.installed = None
         for e in entries.values():
             if e is not None and e.owner is self:
-                e.table, e.mode, e.hooks = None, False, False
+                e.tables = None
         self._thread = threading.get_ident()
         self._recorder.start(self._gradients(), self._optimizer_states())
         self.phase = Phase.RECORD
