@@ -68,7 +68,7 @@ def apply(
     the model's own forward pass is taped: loss code outside of it is not.
 
     `memory_budget`: peak of the whole device to stay under: bytes, "8GiB", or a fraction of the device's memory; the plan with
-    the least extra time that fits is taken. `max_overhead`: fraction of a step's time that rebuilding may add (default 0.03 if
+    the least extra time that fits is taken. `max_overhead`: fraction of a step's time that rebuilding may add (default 0.05 if
     neither is given); the plan with the least memory is taken. `policy`: "echo", or "paper" for the rule of the Echo paper
     (ISCA 2020). `cost`: op durations "measured" on this device or from an "analytic" model. `on_infeasible`: "raise"
     BudgetInfeasible from the model's call after planning, or use the plan with the "least" peak. `strict`: make an error of

@@ -25,7 +25,7 @@ _PLAN = (
     click.option(
         "--memory-budget", metavar="SIZE", help="Peak to stay under: 8GiB, or a fraction of the device (0.5)."
     ),
-    click.option("--max-overhead", metavar="FRACTION", help="Time that rebuilding may add to a step; default 0.03."),
+    click.option("--max-overhead", metavar="FRACTION", help="Time that rebuilding may add to a step; default 0.05."),
     click.option("--policy", metavar="echo|paper", help="echo: minimum cut and search; paper: the rule of the paper."),
     click.option(
         "--on-infeasible",

@@ -33,7 +33,7 @@ class Options:
     the machine's on CPU). The plan with the least extra time that fits is taken."""
     max_overhead: float | None = None
     """Fraction of a step's time that rebuilding may add, at least 0. The plan with the least memory is taken.
-    0.03 where neither this nor a budget is set."""
+    0.05 where neither this nor a budget is set."""
     policy: Policy = "echo"
     """"echo": minimum cuts and a search judged by the replayed footprint. "paper": the rule of the Echo paper."""
     cost: Cost = "measured"

@@ -22,7 +22,7 @@ from torch_echo.units import format_bytes
 
 __all__ = ["DEFAULT_MAX_OVERHEAD", "Plan", "plan"]
 
-DEFAULT_MAX_OVERHEAD = 0.03
+DEFAULT_MAX_OVERHEAD = 0.05
 """Fraction of the step's time, where neither a budget nor an overhead is asked for."""
 
 
@@ -69,7 +69,7 @@ def plan(
     """Plan a graph.
 
     `budget`: bytes that the replayed peak may reach; the fastest plan that fits is taken. `max_overhead`: fraction of
-    the step's time that re-running may cost; the plan with the least peak is taken. With neither: an overhead of 0.03.
+    the step's time that re-running may cost; the plan with the least peak is taken. With neither: an overhead of 0.05.
     `fixed_seconds`: see :func:`torch_echo.planning.front`. `front`: one that was made for this graph before, to choose
     from.
 

@@ -18,7 +18,7 @@ from torch_echo.tape._mode import OFF, Decision, Site, Table
 __all__ = ["Installed", "decide", "install_plan"]
 
 
-RERUN_SECONDS = 25e-6
+RERUN_SECONDS = 30e-6
 """Seconds that noting and re-running one op costs beyond its kernel."""
 
 MODE_SECONDS = 12e-6
