@@ -27,8 +27,6 @@ PLACES = {
     "nmt30": ("per step", "attention"),
     "nmt60": ("per step", "attention"),
 }
-BUDGETS = (0.8, 0.6)
-"""As fractions of eager's peak; the third is the peak of checkpointing by hand."""
 
 
 class Runner:
@@ -101,8 +99,11 @@ def scripts(runner: Runner, workloads: Iterable[str]) -> dict[str, dict[str, int
         return {str(n): {way: made[n, way].result() for way in ways} for n in lengths}
 
 
-def timed(runner: Runner, name: str, known: list[dict[str, Any]], rounds: int, quick: bool) -> list[dict[str, Any]]:
-    """All cases of a workload, one at a time; `known` are those of which no times are wanted."""
+def timed(
+    runner: Runner, name: str, known: list[dict[str, Any]], rounds: int, budgets: Sequence[float]
+) -> list[dict[str, Any]]:
+    """All cases of a workload, one at a time; `known` are those of which no times are wanted. No budgets: few cases."""
+    quick = not budgets
     few = max(3, rounds // 3)
     eager = known[0]
     hands = [case for case in known if case["system"].startswith("hand")]
@@ -112,7 +113,7 @@ def timed(runner: Runner, name: str, known: list[dict[str, Any]], rounds: int, q
     for option in ("echo", "echo:max_overhead=0.15", *(("echo:max_overhead=0.2",) if wide else ())):
         results.append(runner.case(name, option, rounds))
     if not quick and "peak" in eager and "peak" in best:
-        for above in (*(round(share * eager["peak"]) for share in BUDGETS), best["peak"]):
+        for above in (*(round(share * eager["peak"]) for share in budgets), best["peak"]):
             case = runner.case(name, f"echo:above={above}", few)
             case |= {"budget": above, "share": above / eager["peak"], "hand": above == best["peak"]}
             results.append(case)
@@ -125,6 +126,13 @@ def main() -> None:
     parser.add_argument("--workload", action="append", choices=list(NAMES), help="only this one (may be repeated)")
     parser.add_argument("--quick", action="store_true", help="fewer workloads, systems and rounds")
     parser.add_argument("--rounds", type=int, help="steps of each kind for the times (15; 3 with --quick)")
+    parser.add_argument(
+        "--budgets",
+        type=lambda text: tuple(float(x) for x in text.split(",")),
+        default=(0.7,),
+        metavar="SHARES",
+        help="memory budgets to try, as fractions of eager's peak, beside the peak of checkpointing by hand (0.7)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--markdown", action="store_true", help="print the README's table instead of the others")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="measure nothing: print the tables of this file")
@@ -138,13 +146,14 @@ def main() -> None:
             load = os.getloadavg()[0]
             # Costs measured while two cases run at a time are no use to the timed ones.
             runner, side = Runner(Path(folder) / "costs"), Runner(Path(folder) / "side")
+            budgets = () if args.quick else args.budgets
             known = untimed(side, workloads, args.quick)
             figures = {
                 "machine": tables.machine(),
-                "cases": [c for name in workloads for c in timed(runner, name, known[name], rounds, args.quick)],
+                "cases": [c for name in workloads for c in timed(runner, name, known[name], rounds, budgets)],
             }
             if not args.workload:
-                figures["engine"] = runner.engine(11 if args.quick else 41)
+                figures["engine"] = runner.engine(11 if args.quick else 25)
             if not args.quick:
                 figures["script"] = scripts(side, workloads)
             figures["load"] = [load, os.getloadavg()[2]]

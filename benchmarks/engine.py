@@ -152,7 +152,7 @@ def compare(layers: tuple[str, ...], rows: int, rounds: int, model_type: type[nn
 
 def main() -> None:
     """Command line: the number of rounds."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 41
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 25
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     out: dict[str, Any] = {}

@@ -52,9 +52,9 @@ def count_kernels(step: Callable[[], None], names: Sequence[str]) -> int:
 class Seeded:
     """Steps of a trainer, each with the random numbers that belong to its number."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, done: int = 0) -> None:
         self.trainer = trainer
-        self.done = 0
+        self.done = done
 
     def __call__(self) -> None:
         torch.manual_seed(1000 + self.done)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torch_echo import compat
 from torch_echo.footprint import Replayer, check_plan, replay
 from torch_echo.graph import Phase as OpPhase
 from torch_echo.graph import TrainingGraph
@@ -38,6 +39,8 @@ __all__ = [
     "compare",
     "everything",
     "forced",
+    "leaked",
+    "bits",
     "legal",
     "loop",
     "nothing",
@@ -191,6 +194,7 @@ def loop(
 
     def start(*_: object) -> None:
         if not meters:
+            gc.collect()
             base = live_bytes(CPU)
             meters.append((PeakMeter(CPU, [p.grad for p in model.parameters() if p.grad is not None]), base))
 
@@ -200,6 +204,7 @@ def loop(
         result = step(model, optimizer, i)
         if hook is not None:
             hook.remove()
+        if hook is not None and meters:
             meter, base = meters[0]
             trace.rise = meter.stop() - base
         results = result if isinstance(result, (list, tuple)) else [result]
@@ -210,6 +215,23 @@ def loop(
         trace.buffers.append({k: bits(b) for k, b in model.named_buffers()})
         trace.gradients.append({k: bits(p.grad) for k, p in model.named_parameters() if p.grad is not None})
         trace.rng.append(torch.get_rng_state().numpy().copy())
+
+
+def leaked(step: Callable[[], object]) -> int:
+    """Bytes that `step` allocates and that are not free when it is over."""
+    gc.collect()
+    profile = compat.MemoryProfile()
+    profile.start()
+    step()
+    gc.collect()
+    profile.stop()
+    live: dict[int, int] = {}
+    for event in profile.events(CPU)[0]:
+        if event.nbytes > 0:
+            live[event.ptr] = event.nbytes
+        else:
+            live.pop(event.ptr, None)
+    return sum(live.values())
 
 
 @dataclass

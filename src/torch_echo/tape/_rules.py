@@ -147,6 +147,8 @@ def may_reuse(rule: Rule, args: tuple[Any, ...], out: Any) -> bool:
         or first.size() != out.size()
         or first.stride() != out.stride()
         or first.storage_offset() != 0
+        or first.is_conj()
+        or first.is_neg()
         or first.untyped_storage().nbytes() != out.untyped_storage().nbytes()
     ):
         return False

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -144,6 +145,9 @@ class Session:
         self._meter: PeakMeter | None = None
         self._backward_seen = False
         self._records = 0
+        self._begun = 0.0
+        self._plain_seconds = math.inf
+        """Least time that forward and backward of an iteration took without profiler and plan."""
         self._remade = False
         self._calls: list[RootCall] = []
         """Calls of root modules in this iteration, with the shapes of their arguments."""
@@ -363,6 +367,8 @@ class Session:
             self._backward_seen = False
             self._close_script()
             self._next_iteration(call, free)
+        if not self._calls:
+            self._begun = perf_counter()
         self._calls.append(call)
 
     # --- iterations --------------------------------------------------------------------------------------------------
@@ -482,6 +488,8 @@ class Session:
             self.graph = build(recorder, cost)
             cost.save()
             self.graph.rerun_overhead = RERUN_SECONDS
+            # The recorded step was slowed by being watched; it can't take longer than one that was not.
+            self.graph.step_seconds = min(self.graph.step_seconds, self._plain_seconds)
             self._make_plan(recorder)
         except CaptureError as error:
             self._give_up(str(error), error)
@@ -566,6 +574,8 @@ class Session:
         """See :class:`torch_echo.tape._entry.Owner`."""
         if self._recorder is not None and threading.get_ident() == self._thread:
             self._recorder.mark("done")
+        elif self.phase is Phase.WAIT and self._calls:
+            self._plain_seconds = min(self._plain_seconds, perf_counter() - self._begun)
         self.lower(state)
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
