@@ -101,7 +101,10 @@ class TestApply:
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), reference.parameters(), strict=True))
 
     def test_no_plan_yet(self) -> None:
-        with torch_echo.apply(model()) as handle, pytest.raises(torch_echo.CaptureError, match="no plan yet: 0 training steps"):
+        with (
+            torch_echo.apply(model()) as handle,
+            pytest.raises(torch_echo.CaptureError, match="no plan yet: 0 training steps"),
+        ):
             handle.report()
 
     def test_infeasible_budget(self) -> None:
@@ -155,7 +158,7 @@ class TestApply:
             torch_echo.apply(model(), **options)  # type: ignore[arg-type]
 
     def test_not_a_model(self) -> None:
-        with pytest.raises(torch_echo.OptionError, match="must be a torch.nn.Module"):
+        with pytest.raises(torch_echo.OptionError, match="must be a torch"):
             torch_echo.apply("model")  # type: ignore[arg-type]
 
     def test_unsupported_device(self) -> None:

@@ -176,10 +176,10 @@ class Reference:
                         self.rebuilt.discard(r)
         if op.traits & Trait.REUSES and len(outputs) == 1 and op.reads and not taken and not self.keeping():
             (s,), r = outputs, op.reads[0]
-            if self.storage(r) != s and r in self.rebuilt and self.g.nbytes(r) == self.g.storages[s].nbytes:
-                if not self.pending(r, records - {o}) and self.now >= self.needed_until(r):
-                    self.rebuilt.discard(r)
-                    self.reused.append(o)
+            fits = self.storage(r) != s and r in self.rebuilt and self.g.nbytes(r) == self.g.storages[s].nbytes
+            if fits and not self.pending(r, records - {o}) and self.now >= self.needed_until(r):
+                self.rebuilt.discard(r)
+                self.reused.append(o)
         self.scratch = op.workspace + sum(self.g.storages[s].nbytes for s in outputs)
         self.sample()
         self.scratch = 0
