@@ -165,6 +165,23 @@ release_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 
+def may_be_result(tensor: torch.Tensor, version: int) -> bool:
+    """Within a pack hook: may the tensor be a result of the node that saves it, rather than an input? `version`: its own."""
+    if tensor.is_leaf:
+        return False
+    if version:  # in place, on a view perhaps, where asking for the node may make another one
+        return True
+    node: Any = tensor.grad_fn
+    return node._sequence_nr() >= sequence_number() - 1 or isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """Is the tensor's memory another library's (NumPy's, say), which may write it at any time? Memory shared with the
+    workers of a DataLoader is not."""
+    storage = tensor.untyped_storage()
+    return not storage.resizable() and not storage.is_shared()
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor object on the same storage and version counter, without autograd history."""
     guard = no_dispatch()

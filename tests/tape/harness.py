@@ -163,7 +163,7 @@ def bits(tensor: torch.Tensor) -> NDArray[np.uint8]:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+    return plain.contiguous().clone().reshape(-1).view(torch.uint8).numpy().copy()  # numpy() marks storages
 
 
 @dataclass

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from sys import _getframe
+from collections.abc import Collection
+from sys import _getframe, getrefcount
 from typing import Any
 
 import torch
@@ -104,6 +105,8 @@ class Tape(Stackable):
         super().__init__()
         self.slots: dict[int, Slot] = {}
         """Current slot of each storage whose content is dropped."""
+        self.trusted: Collection[int] = ()
+        """Storages that change only where a version tells, although NumPy may have been shown them: parameters."""
         self.pinned: dict[int, list[weakref.ref[Leaf]]] = {}
         """Leaves of recipes, by storage: to be copied before an op overwrites them."""
         self.table = OFF
@@ -208,6 +211,8 @@ class Tape(Stackable):
                     return known
             leaf = Leaf(arg, key)
             pinned.append(weakref.ref(leaf))
+            if key != -1 and key not in self.trusted and compat.is_foreign(arg):
+                leaf.copy()  # others may write there, and no version would tell
             return leaf
         if type(arg) in (list, tuple) and any(isinstance(a, torch.Tensor) for a in arg):
             return [self._refer(a) for a in arg]
@@ -245,8 +250,8 @@ class Tape(Stackable):
             if slot is not None and slot.current(tensor) and not compat.functorch_active():
                 return Dropped(tensor, slot)
         version = tensor._version
-        if version and not tensor.is_leaf:
-            # An in-place op may save its own result: the node would be kept by it for ever, a cycle that no collector sees.
+        if compat.may_be_result(tensor, version):
+            # A node that is given its own result back would be kept by it for ever, a cycle that no collector sees.
             return (compat.alias(tensor) if type(tensor) is torch.Tensor else tensor.detach(), version)
         return (tensor, version)
 
@@ -257,7 +262,9 @@ class Tape(Stackable):
 
     def prune(self) -> None:
         """Forget slots that nothing can refer to any more: forward passes that no backward follows must not pile up."""
-        self.slots = {k: s for k, s in self.slots.items() if s.readers or not s.expired()}
+        for key in reversed(list(self.slots)):  # newest first: their recipes hold older ones
+            if self.slots[key].expired() and getrefcount(self.slots[key]) <= 2:  # the table's own, and this question's
+                del self.slots[key]
         self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
 
 
@@ -286,6 +293,8 @@ def _creation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     The re-run reads a tensor of the same metadata whose storage is never touched, so that nothing is pinned.
     """
     like = args[0]
+    guard = compat.no_dispatch()
     empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+    del guard
     options = {"dtype": like.dtype, "device": like.device, **{k: v for k, v in kwargs.items() if v is not None}}
     return func, (empty, *args[1:]), options

@@ -224,6 +224,7 @@ class Recorder(Stackable):
             mutated=[],
             keep=rule.keep
             or not plain
+            or any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in read)
             or nondeterministic_on(rule, self.device.type)
             or not (self.script or self.layers[-1][0]),
         )

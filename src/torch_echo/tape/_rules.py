@@ -131,6 +131,8 @@ def _make(func: Any) -> Rule:
 def _in_place(func: Any) -> Any:
     full, overload = compat.op_name(func)
     name = full.removeprefix("aten::")
+    if func is aten.mul.Scalar:  # in place, it rounds the scalar to the tensor's type first
+        return None
     packet = getattr(aten, name + "_", None) if name in _ELEMENTWISE else None
     return getattr(packet, overload, None) if packet is not None else None
 
@@ -147,7 +149,7 @@ def may_reuse(rule: Rule, args: tuple[Any, ...], out: Any) -> bool:
         or first.size() != out.size()
         or first.stride() != out.stride()
         or first.storage_offset() != 0
-        or first.is_conj()
+        or first.is_complex()  # other kernels in place: other last bits
         or first.is_neg()
         or first.untyped_storage().nbytes() != out.untyped_storage().nbytes()
     ):

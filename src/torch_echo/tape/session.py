@@ -146,8 +146,8 @@ class Session:
         self._backward_seen = False
         self._records = 0
         self._begun = 0.0
-        self._plain_seconds = math.inf
-        """Least time that forward and backward of an iteration took without profiler and plan."""
+        self._plain_seconds: dict[tuple[RootCall, ...], float] = {}
+        """Least time that forward and backward took without profiler and plan, by the calls of the iteration."""
         self._remade = False
         self._calls: list[RootCall] = []
         """Calls of root modules in this iteration, with the shapes of their arguments."""
@@ -242,8 +242,9 @@ class Session:
             if self.options.strict:
                 raise
             self._note("module", str(error), once=True)
-            entries[id(module)] = None
-            weakref.finalize(module, entries.pop, id(module), None)
+            for part in module.modules():
+                entries[id(part)] = None
+                weakref.finalize(part, entries.pop, id(part), None)
             return None
         return entries[id(module)]
 
@@ -274,6 +275,7 @@ class Session:
             return self._call_taped(entry, module, args, kwargs)
         if self.installed is None:
             return original(module, *args, **kwargs)
+        local.tape.prune()
         with CollectorPause():
             try:
                 return self._call_taped(entry, module, args, kwargs)
@@ -488,9 +490,11 @@ class Session:
             self.graph = build(recorder, cost)
             cost.save()
             self.graph.rerun_overhead = RERUN_SECONDS
-            # The recorded step was slowed by being watched; it can't take longer than one that was not.
-            self.graph.step_seconds = min(self.graph.step_seconds, self._plain_seconds)
+            # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
+            plain = self._plain_seconds.get(tuple(self._recorded_calls), math.inf)
+            self.graph.step_seconds = min(self.graph.step_seconds, plain)
             self._make_plan(recorder)
+            self._local.tape.trusted = frozenset(recorder.known)
         except CaptureError as error:
             self._give_up(str(error), error)
         except BudgetInfeasible as error:
@@ -575,7 +579,9 @@ class Session:
         if self._recorder is not None and threading.get_ident() == self._thread:
             self._recorder.mark("done")
         elif self.phase is Phase.WAIT and self._calls:
-            self._plain_seconds = min(self._plain_seconds, perf_counter() - self._begun)
+            calls = tuple(self._calls)
+            taken = perf_counter() - self._begun
+            self._plain_seconds[calls] = min(taken, self._plain_seconds.get(calls, math.inf))
         self.lower(state)
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
