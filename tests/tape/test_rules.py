@@ -606,7 +606,7 @@ class TestRandom:
             h = F.dropout(torch.tanh(h), 0.3)
             h = F.alpha_dropout(h, 0.2, training=True).sigmoid()
             h = F.dropout1d(h[None], 0.2)[0].tanh()
-            h = F.dropout(h.sigmoid(), 0.2, inplace=True)
+            h = F.dropout(h * 1.5, 0.2, inplace=True)
             h = torch.native_dropout(h, 0.3, True)[0] * h
             return F.gumbel_softmax(F.rrelu(h, training=True), tau=0.5)
 

@@ -131,7 +131,7 @@ class Slot:
         self.tensor = compat.alias(tensor)
         if Passes.running and not Passes.keeping:
             self.recipe = None
-        else:
+        elif Passes.sweeping():
             Passes.touched.append(weakref.ref(self))
         return True
 
@@ -332,6 +332,12 @@ class Passes:
                 cls.sweep()
 
     @classmethod
+    def sweeping(cls) -> bool:
+        """Will what is rebuilt now be swept? Not in a backward pass of which nobody told: its session is gone, and what it
+        rebuilds goes with its handles."""
+        return cls.keeping > 0 or (not cls.running and compat.current_node() is None)
+
+    @classmethod
     def sweep(cls) -> None:
         """Let go of rebuilt values whose recipes are still there."""
         for ref in cls.touched:
@@ -368,12 +374,12 @@ def rebuild(slot: Slot) -> torch.Tensor:
                 recipe = needed.pop()
                 recipe.run(keep)
                 Passes.rerun += 1
-                if keep:
+                if keep and Passes.sweeping():
                     Passes.touched.extend(recipe.outputs.values())
             if observer is not None:
                 observer(False)
         tensor = slot.tensor
         assert tensor is not None
-        if not Passes.running:  # read outside of any backward pass (``grad_fn._saved_result``): nothing stays
+        if not Passes.running and Passes.sweeping():  # read outside of any backward pass (``grad_fn._saved_result``): nothing stays
             Passes.sweep()
         return tensor
