@@ -98,15 +98,16 @@ _ELEMENTWISE = {
 }  # fmt: skip
 """Ops with an in-place overload that runs the same kernel."""
 
-_rules: dict[int, Rule] = {}
+_rules: dict[int, tuple[Any, Rule]] = {}
+"""By identity of the overload, which is kept: an op of a library that is unloaded must not leave its number to another."""
 
 
 def rule_of(func: Any) -> Rule:
-    """The rule of an op overload (cached by identity: overloads live as long as the process)."""
-    rule = _rules.get(id(func))
-    if rule is None:
-        rule = _rules[id(func)] = _make(func)
-    return rule
+    """The rule of an op overload."""
+    known = _rules.get(id(func))
+    if known is None:
+        known = _rules[id(func)] = (func, _make(func))
+    return known[1]
 
 
 def _make(func: Any) -> Rule:
