@@ -79,6 +79,10 @@ class Dropped:
         self.token = compat.version_token(tensor)
         self.tensor: torch.Tensor | None = None
 
+    def __del__(self) -> None:
+        if self.view is not None:  # never read
+            self.view.slot.readers -= 1
+
     def unpack(self) -> torch.Tensor:
         """The saved tensor; raises PyTorch's error where the script has overwritten it since."""
         if self.token._version != self.version:

@@ -94,7 +94,7 @@ class Slot:
         self.recipe: Recipe | None = recipe
         self.tensor: torch.Tensor | None = None
         self.readers = 0
-        """Handles not yet unpacked and recipes not yet run (or more, where some died unread)."""
+        """Handles not yet unpacked and recipes not yet run."""
         self.version = version
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
@@ -165,6 +165,10 @@ class Recipe:
         """Its one output has the layout of its first argument, and may be written over it."""
         self.generator: torch.Generator | None = None
         self.state: torch.Tensor | None = None
+
+    def __del__(self) -> None:
+        for slot in self.reads():  # never run
+            slot.readers -= 1
 
     def reads(self) -> list[Slot]:
         """The slots among its arguments."""
