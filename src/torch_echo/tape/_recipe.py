@@ -384,6 +384,8 @@ def rebuild(slot: Slot) -> torch.Tensor:
                 observer(False)
         tensor = slot.tensor
         assert tensor is not None
-        if not Passes.running and Passes.sweeping():  # read outside of any backward pass (``grad_fn._saved_result``): nothing stays
+        if (
+            not Passes.running and Passes.sweeping()
+        ):  # read outside of any backward pass (``grad_fn._saved_result``): nothing stays
             Passes.sweep()
         return tensor
