@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-all lint bench clean
+.PHONY: install demo test lint bench clean
 
 install: $(STAMP)
 
@@ -17,9 +17,6 @@ demo: install
 	$(BIN)/python examples/nmt/demo.py
 
 test: install lint
-	$(BIN)/python -m pytest -n 2 -m "not unsettled"
-
-test-all: install lint
 	$(BIN)/python -m pytest -n 2
 
 lint: install

@@ -20,7 +20,9 @@ _engine = torch.autograd.graph._engine_run_backward
 
 @pytest.fixture(scope="session", autouse=True)
 def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cost cache of the test run's own."""
+    """A cost cache of the test run's own; and what the imports made is out of the collector's way, which is run often."""
+    gc.collect()
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_ECHO_CACHE", str(tmp_path_factory.mktemp("cost")))
         yield

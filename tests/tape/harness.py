@@ -114,6 +114,8 @@ class ForcedSession(Session):
         self.choose = choose
         self.checks: list[tuple[int, int]] = []
         """Measured and planned peak of each step that was checked."""
+        self.reruns: list[int] = []
+        """Ops re-run in each step, as `compare` found."""
 
     def _stop_check(self) -> None:
         watching, plan = self._meter is not None, self.plan
@@ -337,6 +339,8 @@ def compare(
         ForcedSession(choose) if choose is not None else Session(options or Options(max_overhead=0.3, cost="analytic"))
     )
     taped = train(case, session, every=every, steps=steps)
+    if isinstance(session, ForcedSession):
+        session.reruns = taped.reruns
     check_same(plain, taped)
     assert session.plan is not None, f"no plan: {session.phase}, {session.unhandled}"
     if case.static:

@@ -21,8 +21,6 @@ from .harness import (
 from .models import simple_step
 from .programs import Program, Spec, program_loss, programs
 
-pytestmark = pytest.mark.unsettled
-
 EXAMPLES = 75
 STEPS = 4
 
