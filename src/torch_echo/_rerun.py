@@ -101,7 +101,12 @@ class Run:
         changes, ends, storage = self.changes, self._ends, r.storage_list
         later, later_ticks = self.later, self.later_ticks
         self._ticks = r.ev_tick[wanted].tolist()
-        for t, v, until in zip(self._ticks, r.ev_value[wanted].tolist(), r.ev_extra[wanted].tolist(), strict=True):
+        columns = (self._ticks, r.ev_code[wanted].tolist(), r.ev_value[wanted].tolist(), r.ev_extra[wanted].tolist())
+        for t, code, v, until in zip(*columns, strict=True):
+            if code == DEATH:
+                self._unread(v, t)
+                ends.append(len(changes))
+                continue
             if not state[v]:
                 self._materialise(v, t)
             pending[v] = left = pending[v] - 1

@@ -8,7 +8,8 @@ per graph. For D, the lifetimes of dropped blocks are cut in that array, and the
 
 - An op that makes a dropped value which something still needs leaves a *record*. A record pins the values outside D
   that the op read, and the generator's state if it is random, until the op has been re-run.
-- ``pending(w)`` counts the saves of w not yet unpacked and the records that read w.
+- ``pending(w)`` counts the saves of w not yet unpacked and the records that read w. A save that is never unpacked is
+  pending until it is let go.
 - A save of w that is unpacked uses w if it is materialised, adopts the original block if the script still holds it
   (then a record that nothing waits for any more is cancelled), or re-runs the unexecuted producers that w depends on,
   in their order. Each op is re-run once.
@@ -227,7 +228,8 @@ class Replayer:
         keeping = [p for p in graph.passes if p.keeps_graph]
         events: list[tuple[int, int, int, int]] = []
         for save in graph.saves:
-            if save.unpack < 0:
+            if save.unpack < 0:  # its handle holds the record, and what is rebuilt for others, until it dies
+                events.append((save.release, DEATH, save.value, save.release))
                 continue
             events.append((save.unpack, UNPACK, save.value, save.release))
             for p in keeping:
@@ -238,8 +240,8 @@ class Replayer:
         table = np.array(events, np.int64).reshape(-1, 4)
         self.ev_tick, self.ev_code, self.ev_value, self.ev_extra = table.T.copy()
         self.keep_spans = [(p.start, p.end) for p in keeping]
-        unpacked = self.ev_value[self.ev_code == UNPACK]
-        self.v_saved = np.bincount(unpacked, minlength=self.n_values).astype(np.int64)
+        saved = np.fromiter((save.value for save in graph.saves), np.int64, len(graph.saves))
+        self.v_saved = np.bincount(saved, minlength=self.n_values).astype(np.int64)
 
     def reads_of(self, ops: IntArray) -> tuple[IntArray, IntArray]:
         """The distinct reads of `ops`, concatenated, and for each the position of its op in `ops`."""

@@ -14,7 +14,7 @@ def needed(graph: TrainingGraph, plan: set[int]) -> tuple[set[int], set[int]]:
     """Ops that must be re-run under `plan`, and all values that backward then needs."""
     ops: set[int] = set()
     values: set[int] = set()
-    todo = [save.value for save in graph.saves if save.unpack >= 0]
+    todo = [save.value for save in graph.saves]
     while todo:
         v = todo.pop()
         values.add(v)

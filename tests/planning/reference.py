@@ -68,7 +68,7 @@ class Reference:
     def save_pending(self, i: int) -> bool:
         save = self.g.saves[i]
         if save.unpack < 0:
-            return False
+            return self.now < save.release
         return i not in self.unpacked or (i in self.kept_on and self.now < save.release)
 
     def records(self) -> set[int]:

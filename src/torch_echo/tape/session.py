@@ -63,6 +63,9 @@ GROWTH = 1.25
 BUDGET_GROWTH = 1.02
 """The same where a memory budget must hold for the largest step."""
 
+UNLIKE = 3
+"""Iterations in a row that make the same calls, but not those of the recorded one, before the session records again."""
+
 CHECK_PATIENCE = 50
 """Iterations in which the check waits for one with the recorded shapes."""
 
@@ -152,6 +155,9 @@ class Session:
         self._calls: list[RootCall] = []
         """Calls of root modules in this iteration, with the shapes of their arguments."""
         self._recorded_calls: list[RootCall] = []
+        self._unlike: list[str] = []
+        """Calls of root modules in the last iteration, and how many before it made the same, but other than the recorded."""
+        self._unlikes = 0
         self._checks = 0
         self._late_roots = False
         self._failure: TorchEchoError | None = None
@@ -364,6 +370,8 @@ class Session:
 
     def _enter_root(self, entry: Entry, args: Any, kwargs: Any, free: bool) -> None:
         """A training call outside of any other begins; `free`: it can be taped."""
+        if self._elsewhere():
+            return
         call = (entry.path, _shapes(args, kwargs))
         if self._backward_seen or self.iterations == 0:
             self._backward_seen = False
@@ -375,10 +383,23 @@ class Session:
 
     # --- iterations --------------------------------------------------------------------------------------------------
 
+    def _elsewhere(self) -> bool:
+        """Is an iteration watched on another thread? Then this one's steps do not count."""
+        if (self._recorder is None and self._meter is None) or threading.get_ident() == self._thread:
+            return False
+        if any(t.ident == self._thread for t in threading.enumerate()):
+            return True
+        self._abort_recording()  # that thread has ended in the middle of its iteration
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+        return False
+
     def _next_iteration(self, first: RootCall, free: bool) -> None:
         """A new iteration begins with the call `first`; it is watched only if that call can be taped."""
         self._finish_iteration()
         self._raise_failure()
+        self._count_unlike()
         self.iterations += 1
         self._calls = []
         if self.installed is not None:
@@ -398,13 +419,26 @@ class Session:
             self._start_recording()
 
     def _outgrown(self, first: RootCall) -> bool:
-        """Is the iteration so unlike the recorded one that a new plan is due: new models, or far larger inputs?"""
-        if self._late_roots:
+        """Is the iteration so unlike the recorded one that a new plan is due: new models, other calls, or far larger
+        inputs?"""
+        if self._records >= MAX_RECORDS:
+            return False
+        if self._late_roots or self._unlikes >= UNLIKE:
             self._late_roots = False
-            return self._records < MAX_RECORDS
+            self._unlikes = 0
+            return True
         known = [_elements(c) for c in self._recorded_calls if c[0] == first[0]]
         growth = BUDGET_GROWTH if self.options.memory_budget is not None else GROWTH
-        return bool(known) and self._records < MAX_RECORDS and _elements(first) > growth * max(known)
+        return bool(known) and _elements(first) > growth * max(known)
+
+    def _count_unlike(self) -> None:
+        """Has the recorded iteration turned out an exception? (A step that failed, for one, has a forward pass too many.)"""
+        calls = [path for path, _ in self._calls]
+        if self.phase not in (Phase.CHECK, Phase.STEADY) or calls == [path for path, _ in self._recorded_calls]:
+            self._unlikes = 0
+        else:
+            self._unlikes = self._unlikes + 1 if calls == self._unlike else 1
+        self._unlike = calls
 
     def _finish_iteration(self) -> None:
         """What was being watched is complete."""
@@ -522,7 +556,10 @@ class Session:
     def _abort_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None and recorder.active:
-            recorder.lift()
+            if (
+                threading.get_ident() == self._thread
+            ):  # mode and hooks of another thread are not to be reached from here
+                recorder.lift()
             recorder.stop()
             self.phase = Phase.WAIT
 
@@ -530,6 +567,7 @@ class Session:
         if compat.profiler_running():
             return
         assert self.device is not None
+        self._thread = threading.get_ident()
         self._meter = PeakMeter(self.device, self._gradients())
 
     def _stop_check(self) -> None:
@@ -569,7 +607,8 @@ class Session:
         if not local.depth:
             self._close_script()
             local.tape.forget()
-            self._backward_seen = True
+            if not self._elsewhere():
+                self._backward_seen = True
         if self._recorder is not None and threading.get_ident() == self._thread:
             self._recorder.mark("backward", keep_graph)
         return self.lift()
@@ -589,7 +628,7 @@ class Session:
         self._optimizers.add(optimizer)
         if not self._local.depth:
             self._close_script()
-        if self._backward_seen:
+        if self._backward_seen and not self._elsewhere():
             self._finish_iteration()
 
     def _close_script(self) -> None:
