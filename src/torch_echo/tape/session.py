@@ -144,7 +144,8 @@ class Session:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._local = _Local()
         self._recorder: Recorder | None = None
-        self._thread = 0
+        self._thread: threading.Thread | None = None
+        """Where the iteration is watched."""
         self._meter: PeakMeter | None = None
         self._backward_seen = False
         self._records = 0
@@ -272,7 +273,7 @@ class Session:
                 return self._call_unplanned(lean, module, args, kwargs)
         recorder = self._recorder
         if recorder is not None and recorder.active:
-            if threading.get_ident() != self._thread:
+            if threading.current_thread() is not self._thread:
                 return original(module, *args, **kwargs)
             return self._call_recorded(recorder, entry, module, args, kwargs)
         if local.depth:
@@ -385,9 +386,9 @@ class Session:
 
     def _elsewhere(self) -> bool:
         """Is an iteration watched on another thread? Then this one's steps do not count."""
-        if (self._recorder is None and self._meter is None) or threading.get_ident() == self._thread:
+        if (self._recorder is None and self._meter is None) or threading.current_thread() is self._thread:
             return False
-        if any(t.ident == self._thread for t in threading.enumerate()):
+        if self._thread is not None and self._thread.is_alive():
             return True
         self._abort_recording()  # that thread has ended in the middle of its iteration
         if self._meter is not None:
@@ -503,7 +504,7 @@ class Session:
         for e in entries.values():
             if e is not None and e.owner is self:
                 e.tables = None
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         self._recorder.start(self._gradients(), self._optimizer_states())
         self.phase = Phase.RECORD
         self._records += 1
@@ -557,7 +558,7 @@ class Session:
         recorder, self._recorder = self._recorder, None
         if recorder is not None and recorder.active:
             if (
-                threading.get_ident() == self._thread
+                threading.current_thread() is self._thread
             ):  # mode and hooks of another thread are not to be reached from here
                 recorder.lift()
             recorder.stop()
@@ -567,7 +568,7 @@ class Session:
         if compat.profiler_running():
             return
         assert self.device is not None
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         self._meter = PeakMeter(self.device, self._gradients())
 
     def _stop_check(self) -> None:
@@ -609,13 +610,13 @@ class Session:
             local.tape.forget()
             if not self._elsewhere():
                 self._backward_seen = True
-        if self._recorder is not None and threading.get_ident() == self._thread:
+        if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("backward", keep_graph)
         return self.lift()
 
     def after_backward(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        if self._recorder is not None and threading.get_ident() == self._thread:
+        if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("done")
         elif self.phase is Phase.WAIT and self._calls:
             calls = tuple(self._calls)
@@ -637,13 +638,13 @@ class Session:
         if local.open:
             local.open = False
             local.tape.lift()
-        if self._recorder is not None and threading.get_ident() == self._thread:
+        if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.lift()
 
     def lift(self) -> Any:
         """See :class:`torch_echo.tape._entry.Owner`."""
         tape = self._local.tape
-        recorder = self._recorder if threading.get_ident() == self._thread else None
+        recorder = self._recorder if threading.current_thread() is self._thread else None
         self._local.lifted += 1
         above = recorder.lift() if recorder is not None else None
         return recorder, above, tape, tape.lift()
