@@ -1579,13 +1579,22 @@ class TestErrors:
         assert session.plan.peak == session.plan.floor < session.plan.base_peak
         check_footprint(session)
 
-    @pytest.mark.xfail(strict=True, reason="in a step that the online rule spared memory, eager's peak is put too high")
-    def test_the_baseline_of_a_step_that_was_spared_memory(self) -> None:
-        case = CASES["transformer_lm"]
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="eager's peak is put too high"))
+            if name == "checkpoint_reentrant"
+            else name
+            for name in CASES
+            if name != "accumulation"  # the recorded iteration does not have the step's peak
+        ],
+    )
+    def test_the_baseline_of_a_step_that_was_spared_memory(self, name: str) -> None:
+        case = CASES[name]
         session = Session(Options(memory_budget=1024, on_infeasible="least", cost="analytic"))
         plain = train(case)
         train(case, session)
-        check_baseline(plain, session)
+        check_baseline(plain, session, 0.01)
 
     def test_strict(self) -> None:
         """What would be left to plain PyTorch in silence is an error."""

@@ -169,7 +169,8 @@ class Tape(Stackable):
         if rule.random:
             recipe.generator = _generator(args, kwargs)
             if recipe.generator is not None:
-                recipe.state = recipe.generator.get_state()
+                with Passes.unseen():
+                    recipe.state = recipe.generator.get_state()
         loose = bool(writes) and self._before_write(rule, args, kwargs)
         out = func(*args, **kwargs)
         recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)

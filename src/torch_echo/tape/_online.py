@@ -16,6 +16,7 @@ from torch_echo import compat
 from torch_echo.tape._mode import Site, Tape
 from torch_echo.tape._recipe import NO_KWARGS, tensors_in
 from torch_echo.tape._rules import rule_of
+from torch_echo.tape._stack import unpack
 
 __all__ = ["OnlineTape"]
 
@@ -32,6 +33,12 @@ _PINS = 1.5
 """Bytes newly pinned, at most, for each byte dropped."""
 
 
+def _saving() -> bool:
+    """Does what autograd saves now come to the tape? Not in a region of the script's own (a checkpoint of either kind)."""
+    top = compat.top_hooks()
+    return top is not None and top[1] is unpack and torch.is_grad_enabled()
+
+
 class OnlineTape(Tape):
     """A tape without a plan. `old`: keys of the storages that exist anyway (parameters, buffers): pinning them is free."""
 
@@ -45,7 +52,8 @@ class OnlineTape(Tape):
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """See :class:`Tape`."""
-        if rule_of(func).name.removeprefix("aten::") in _CHEAP and self._worthwhile(args, kwargs or NO_KWARGS):
+        cheap = rule_of(func).name.removeprefix("aten::") in _CHEAP
+        if cheap and _saving() and self._worthwhile(args, kwargs or NO_KWARGS):
             return self._drop(func, args, kwargs or NO_KWARGS, -1)
         return self._keep(func, args, kwargs)
 

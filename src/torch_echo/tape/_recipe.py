@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,7 @@ class Leaf:
     def copy(self) -> None:
         """Take a private copy, because an op is about to overwrite the storage. Same strides, offset and storage size."""
         t = self.tensor
-        with compat.below_autograd():
+        with compat.below_autograd(), Passes.unseen():
             copy = torch.empty(0, dtype=t.dtype, device=t.device)
             copy.set_(t.untyped_storage().clone(), t.storage_offset(), t.size(), t.stride())
             if t.is_conj():
@@ -318,7 +319,20 @@ class Passes:
     rerun = 0
     """Ops re-run since the process started."""
     observer: Callable[[bool], None] | None = None
-    """Told when a rebuild begins (True) and ends (False), while a recorder watches."""
+    """Told when the tape begins (True) and ends (False) to allocate for itself, while a recorder watches."""
+
+    @classmethod
+    @contextmanager
+    def unseen(cls) -> Iterator[None]:
+        """What is allocated within is the tape's, not the script's."""
+        observer = cls.observer
+        if observer is not None:
+            observer(True)
+        try:
+            yield
+        finally:
+            if observer is not None:
+                observer(False)
 
     @classmethod
     def begin(cls, keep: bool) -> None:
@@ -371,17 +385,13 @@ def rebuild(slot: Slot) -> torch.Tensor:
                     needed.append(recipe)
                     stack.extend(s for s in recipe.reads() if not s.available())
             needed.sort(key=lambda r: -r.order)
-            observer = Passes.observer
-            if observer is not None:
-                observer(True)
-            while needed:
-                recipe = needed.pop()
-                recipe.run(keep)
-                Passes.rerun += 1
-                if keep and Passes.sweeping():
-                    Passes.touched.extend(recipe.outputs.values())
-            if observer is not None:
-                observer(False)
+            with Passes.unseen():
+                while needed:
+                    recipe = needed.pop()
+                    recipe.run(keep)
+                    Passes.rerun += 1
+                    if keep and Passes.sweeping():
+                        Passes.touched.extend(recipe.outputs.values())
         tensor = slot.tensor
         assert tensor is not None
         if (
