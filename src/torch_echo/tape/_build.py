@@ -15,6 +15,7 @@ from torch_echo import compat
 from torch_echo.cost import CostModel, work_of
 from torch_echo.errors import CaptureError
 from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
+from torch_echo.tape._recipe import Region, disjoint
 from torch_echo.tape._record import OpCall, Recorder
 
 __all__ = ["build"]
@@ -39,6 +40,9 @@ class _Walk:
     """Graph op of each recorded call, by identity of the call."""
     died: dict[int, int] = field(default_factory=dict)
     """Tick of the death of the last tensor object, by recorded storage."""
+    saves: list[Save] = field(default_factory=list)
+    saves_of: dict[int, list[int]] = field(default_factory=dict)
+    """Those packed so far, by value."""
 
 
 def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
@@ -61,10 +65,10 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     graph = TrainingGraph(ticks=len(events))
     if recorder.device.type != "cpu":
         graph.rng_state_bytes = 0  # generators keep their states in the host's memory
-    walk = _Walk(graph)
+    saves = [Save(-1, -1, -1, len(events), -1, s.layer, s.call) for s in recorder.saved]
+    walk = _Walk(graph, saves=saves)
     classes: dict[tuple[str, tuple[int, ...]], int] = {}
     counts: list[int] = []
-    saves: list[Save] = [Save(-1, -1, -1, len(events), -1, s.layer, s.call) for s in recorder.saved]
     sequences: dict[int, int] = {}
     keep_graph: list[BackwardPass] = []
     inside: Op | None = None
@@ -104,6 +108,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
             save = saves[mark.payload]
             save.value = _value(walk, recorder, recorder.saved[mark.payload].storage)
             save.pack = tick
+            walk.saves_of.setdefault(save.value, []).append(mark.payload)
         elif mark.what == "unpack":
             index, _ = mark.payload
             if saves[index].unpack < 0:
@@ -190,6 +195,7 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
         again = call.rule.rerun is None  # otherwise the re-run leaves this storage alone
         graph.values.append(Value(graph.values[old].storage, graph.values[old].version + 1, index if again else -1))
         if again:
+            _carry_over(walk, recorder, [r for t, r in call.regions if t == s], old, walk.value[s])
             writes.append(walk.value[s])
             op.traits |= Trait.MUTATES
             if old not in op.reads:
@@ -209,6 +215,18 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
             if call.reuses:
                 in_place = call.spec._replace(op=str(call.rule.in_place))
                 op.reuse_seconds = min(op.seconds, cost.seconds(call.rule.in_place, in_place))
+
+
+def _carry_over(walk: _Walk, recorder: Recorder, regions: list[Region], old: int, new: int) -> None:
+    """Saves of version `old` that lie elsewhere than where an op writes are read from version `new`. See ``Tape``."""
+    packed = walk.saves_of.get(old)
+    if not packed:
+        return
+    moved = [i for i in packed if all(disjoint(recorder.saved[i].region, r) for r in regions)]
+    for i in moved:
+        walk.saves[i].value = new
+    walk.saves_of[old] = [i for i in packed if i not in moved]
+    walk.saves_of[new] = moved
 
 
 def _value(walk: _Walk, recorder: Recorder, s: int) -> int:

@@ -14,7 +14,19 @@ from typing import Any
 import torch
 
 from torch_echo import compat
-from torch_echo.tape._recipe import NO_KWARGS, Leaf, Passes, Recipe, Slot, View, rebuild, tensors_in, written
+from torch_echo.tape._recipe import (
+    NO_KWARGS,
+    Leaf,
+    Passes,
+    Recipe,
+    Slot,
+    View,
+    disjoint,
+    rebuild,
+    region,
+    tensors_in,
+    written,
+)
 from torch_echo.tape._rules import Rule, may_reuse, rule_of
 from torch_echo.tape._stack import Stackable, overwritten, unpack
 
@@ -70,11 +82,12 @@ OFF = Table({}, False, False)
 class Dropped:
     """A handle: stands in for a saved tensor whose content the plan drops."""
 
-    __slots__ = ("tensor", "token", "version", "view")
+    __slots__ = ("__weakref__", "tensor", "token", "version", "view")
 
     def __init__(self, tensor: torch.Tensor, slot: Slot) -> None:
         self.view: View | None = View(tensor, slot)
         slot.readers += 1
+        slot.handles.append(weakref.ref(self))
         self.version = tensor._version
         self.token = compat.version_token(tensor)
         self.tensor: torch.Tensor | None = None
@@ -82,6 +95,19 @@ class Dropped:
     def __del__(self) -> None:
         if self.view is not None:  # never read
             self.view.slot.readers -= 1
+
+    def carry_over(self, slot: Slot | None, tensor: torch.Tensor) -> None:
+        """The storage has been overwritten elsewhere than here: read the new version, a dropped one or `tensor`'s."""
+        view = self.view
+        assert view is not None
+        view.slot.readers -= 1
+        if slot is not None:
+            view.slot = slot
+            slot.readers += 1
+            slot.handles.append(weakref.ref(self))
+        else:
+            with compat.below_autograd():
+                self.tensor, self.view = view.of(tensor), None
 
     def unpack(self) -> torch.Tensor:
         """The saved tensor; raises PyTorch's error where the script has overwritten it since."""
@@ -146,7 +172,7 @@ class Tape(Stackable):
             if not rule.mutates:
                 self.pure.add(id(func))
             elif self.slots or self.pinned:
-                self._before_write(rule, args, kwargs or NO_KWARGS)
+                self._carry_over(self._before_write(rule, args, kwargs or NO_KWARGS), rule, args, kwargs or NO_KWARGS)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _drop(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: int) -> Any:
@@ -155,7 +181,7 @@ class Tape(Stackable):
         writes = rule.writes(args)
         if rule.keep or (writes and rule.rerun is None and not self._owns(writes, args, kwargs)):
             if writes:
-                self._before_write(rule, args, kwargs)
+                self._carry_over(self._before_write(rule, args, kwargs), rule, args, kwargs)
             return func(*args, **kwargs)
         again = (func, args) if rule.rerun is None else rule.rerun(func, args)
         if rule.shape_only:
@@ -171,7 +197,8 @@ class Tape(Stackable):
             if recipe.generator is not None:
                 with Passes.unseen():
                     recipe.state = recipe.generator.get_state()
-        loose = bool(writes) and self._before_write(rule, args, kwargs)
+        old = self._before_write(rule, args, kwargs) if writes else ()
+        loose = any(slot.loose for slot in old)
         out = func(*args, **kwargs)
         recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)
         for j, tensor in enumerate(written(rule, args, kwargs, out)):
@@ -182,6 +209,8 @@ class Tape(Stackable):
                 slot.loose = in_place and loose
                 recipe.outputs[j] = weakref.ref(slot)
                 self.slots[slot.key] = slot
+        if old:
+            self._carry_over(old, rule, args, kwargs)
         return out
 
     def _owns(self, writes: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -223,12 +252,12 @@ class Tape(Stackable):
             return [self._refer(a) for a in arg]
         return arg
 
-    def _before_write(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _before_write(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Slot]:
         """An op is about to overwrite storages: copy what recipes still need of them, and forget their slots.
 
-        Returns whether one of these slots was loose.
+        Returns these slots.
         """
-        loose = False
+        old = []
         writes = rule.writes(args)
         for position, t in tensors_in(args, kwargs):
             if position not in writes:
@@ -243,8 +272,24 @@ class Tape(Stackable):
                 slot.alive = _gone
                 if rule.silent:
                     slot.tensor = compat.alias(t)
-                loose |= slot.loose
-        return loose
+                old.append(slot)
+        return old
+
+    def _carry_over(self, old: Collection[Slot], rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Saved tensors that lie elsewhere in a storage than where the op writes are left as they are: they are taken from
+        the version that it makes, so that a rebuild needs no copy of each version (the gates of an LSTM cell)."""
+        for slot in old:
+            if not slot.handles or rule.silent:
+                continue
+            writes = rule.writes(args)
+            written_to = [t for p, t in tensors_in(args, kwargs) if p in writes and compat.storage_key(t) == slot.key]
+            regions = [region(t) for t in written_to]
+            for ref in slot.handles:
+                handle = ref()
+                if handle is not None and handle.view is not None and handle.view.slot is slot:
+                    here = handle.view.region
+                    if all(disjoint(here, r) for r in regions):
+                        handle.carry_over(self.slots.get(slot.key), written_to[0])
 
     # --- forward: saved tensors --------------------------------------------------------------------------------------
 

@@ -25,7 +25,20 @@ import torch
 from torch_echo import compat
 from torch_echo.tape._rules import Rule
 
-__all__ = ["NO_KWARGS", "Leaf", "Passes", "Recipe", "Slot", "View", "rebuild", "tensors_in", "written"]
+__all__ = [
+    "NO_KWARGS",
+    "Leaf",
+    "Passes",
+    "Recipe",
+    "Region",
+    "Slot",
+    "View",
+    "disjoint",
+    "rebuild",
+    "region",
+    "tensors_in",
+    "written",
+]
 
 
 NO_KWARGS: dict[str, Any] = {}
@@ -72,6 +85,11 @@ class View:
         self.dtype = tensor.dtype
         self.bits = (tensor.is_conj(), tensor.is_neg()) if tensor.dtype.is_complex or tensor.is_neg() else None
 
+    @property
+    def region(self) -> Region:
+        """Where it lies in the storage."""
+        return self.size, self.stride, int(self.offset), self.dtype.itemsize
+
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """The same view of `base`'s storage. Runs below autograd."""
         if base.dtype is self.dtype and self.bits is None:
@@ -86,16 +104,67 @@ class View:
         return view
 
 
+Region = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""Size, stride, offset and bytes of an element of a strided view."""
+
+
+def region(tensor: torch.Tensor) -> Region:
+    """Where a tensor lies in its storage."""
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype.itemsize
+
+
+def disjoint(a: Region, b: Region) -> bool:
+    """Do two views of one storage share no element? False where that is not plain to see.
+
+    Views with the same strides are boxes in one grid: they are disjoint if they are in some dimension.
+    """
+    if a[3] != b[3]:
+        return False
+    ends = [r[2] + sum((n - 1) * s for n, s in zip(r[0], r[1], strict=True)) for r in (a, b)]
+    if ends[0] < b[2] or ends[1] < a[2]:
+        return True
+    strides = sorted(set(a[1]), reverse=True)
+    if a[1] != b[1] or len(strides) != len(a[1]) or strides[-1:] == [0]:
+        return False
+    apart, outer = False, 0
+    left = [a[2], b[2]]
+    for stride in strides:
+        i = a[1].index(stride)
+        if outer % stride:
+            return False
+        first = [x // stride for x in left]
+        left = [x % stride for x in left]
+        last = [x + r[0][i] - 1 for x, r in zip(first, (a, b), strict=True)]
+        if outer and max(last) >= outer // stride:  # a row runs over into the next
+            return False
+        apart |= last[0] < first[1] or last[1] < first[0]
+        outer = stride
+    return apart
+
+
 class Slot:
     """A dropped value: one storage at one version."""
 
-    __slots__ = ("__weakref__", "alive", "key", "loose", "nbytes", "readers", "recipe", "stride", "tensor", "version")
+    __slots__ = (
+        "__weakref__",
+        "alive",
+        "handles",
+        "key",
+        "loose",
+        "nbytes",
+        "readers",
+        "recipe",
+        "stride",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, recipe: Recipe, tensor: torch.Tensor, version: int) -> None:
         self.recipe: Recipe | None = recipe
         self.tensor: torch.Tensor | None = None
         self.readers = 0
         """Handles not yet unpacked and recipes not yet run."""
+        self.handles: list[weakref.ref[Any]] = []
         self.version = version
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()

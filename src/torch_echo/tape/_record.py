@@ -23,7 +23,7 @@ from torch_echo import compat
 from torch_echo.cost import OpSpec, spec_of
 from torch_echo.graph import Kind
 from torch_echo.tape._mode import OFF, Dropped, Site, Table, Tape
-from torch_echo.tape._recipe import Passes, tensors_in, written
+from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
 from torch_echo.tape._rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._stack import Stackable, unpack
 
@@ -57,6 +57,8 @@ class OpCall:
     """Storages of its outputs."""
     mutated: list[int]
     """Storages that it wrote in place."""
+    regions: list[tuple[int, Region]]
+    """Where in them."""
     keep: bool
     reuses: bool = False
     seconds: float = 0.0
@@ -67,6 +69,7 @@ class SavedTensor:
     """One tensor that autograd saved."""
 
     storage: int
+    region: Region
     layer: str
     call: int
 
@@ -222,6 +225,7 @@ class Recorder(Stackable):
             reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],
             made=[],
             mutated=[],
+            regions=[],
             keep=rule.keep
             or not plain
             or any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in read)
@@ -249,6 +253,9 @@ class Recorder(Stackable):
                     call.keep = True
         if writes and rule.rerun is None and len(call.mutated) == 0:
             call.keep = True
+        for position, t in inputs if call.mutated else ():
+            if position in writes and compat.storage_key(t) != -1:
+                call.regions.append((self._storage(t), region(t)))
         call.reuses = may_reuse(rule, args, out)
         if self.tape is not None:
             self.touched.update(i for i in (*call.reads, *call.made, *call.mutated) if self._touches(i))
@@ -282,7 +289,7 @@ class Recorder(Stackable):
         if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
             return (tensor, tensor._version)
         index = len(self.saved)
-        self.saved.append(SavedTensor(self._storage(tensor), *self.layers[-1]))
+        self.saved.append(SavedTensor(self._storage(tensor), region(tensor), *self.layers[-1]))
         content = self.tape.pack(tensor) if self.tape is not None else None
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)
