@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,40 @@ def put_mode(mode: Any, under: int) -> None:
     push_mode(mode)
     for other in reversed(above):
         push_mode(other)
+
+
+push_functions = torch._C._push_on_torch_function_stack
+pop_functions = torch._C._pop_torch_function_stack
+
+PASS_ON = torch.overrides.handle_torch_function.__code__
+"""The frame between a function of torch that is written in Python and a function mode."""
+
+
+def top_functions() -> Any:
+    """The innermost function mode of this thread, or None."""
+    n = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(n - 1) if n else None
+
+
+def take_functions(mode: Any) -> int:
+    """Like `take_mode`, for function modes. -1 if it is not on the stack: C++ takes a mode off while it runs."""
+    n = torch._C._len_torch_function_stack()
+    if not any(torch._C._get_function_stack_at(i) is mode for i in range(n)):
+        return -1
+    above = []
+    while (top := pop_functions()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        push_functions(other)
+    return len(above)
+
+
+def put_functions(mode: Any, under: int) -> None:
+    """Like `put_mode`, for function modes."""
+    above = [pop_functions() for _ in range(under)]
+    push_functions(mode)
+    for other in reversed(above):
+        push_functions(other)
 
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -191,6 +226,19 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
+def alias_below(tensor: torch.Tensor) -> torch.Tensor:
+    """Like :func:`alias`, for use inside a dispatch mode, where a plain alias gets a version counter of its own."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    guard = no_dispatch()
+    try:
+        with torch._C._ForceDispatchKeyGuard(include, exclude - views):
+            return tensor.detach()
+    finally:
+        del guard
+
+
 def version_token(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares the version counter of `tensor`."""
     guard = no_dispatch()
@@ -233,6 +281,13 @@ class TensorMode(torch.utils._python_dispatch.TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class FunctionMode(torch.overrides.TorchFunctionMode):
+    """Base of torch-echo's function modes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
 
 def _keys_above_kernels() -> Any:
@@ -342,6 +397,39 @@ def wrap_hooks_disabled(wrapper: Callable[[Callable[..., Any]], Callable[..., An
         torch.autograd.graph.disable_saved_tensors_hooks = original
 
     return undo
+
+
+def wrap_compiled_calls(enter: Callable[[], Any], leave: Callable[[Any], None]) -> Callable[[], None]:
+    """Have `enter` called when a thread begins to run what ``torch.compile`` made, and `leave` with its result when it ends.
+
+    Returns a function that undoes it. Dynamo has to be imported.
+    """
+    from torch._dynamo import eval_frame
+
+    original = eval_frame._maybe_set_eval_frame
+    local = threading.local()
+
+    @functools.wraps(original)
+    def set_callback(callback: Any) -> Any:
+        state = getattr(local, "state", None)
+        if state is None and callable(callback):
+            local.state = (enter(),)
+        previous = original(callback)
+        if state is not None and not callable(callback):
+            local.state = None
+            leave(*state)
+        return previous
+
+    def undo() -> None:
+        eval_frame._maybe_set_eval_frame = original
+
+    eval_frame._maybe_set_eval_frame = set_callback
+    return undo
+
+
+def dynamo_imported() -> bool:
+    """Can there be compiled code?"""
+    return "torch._dynamo.eval_frame" in sys.modules
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -14,7 +14,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
-__all__ = ["BackwardPass", "Kind", "Op", "OpClass", "Phase", "Save", "Storage", "TrainingGraph", "Trait", "Value"]
+__all__ = [
+    "BackwardPass",
+    "CallSite",
+    "Kind",
+    "Op",
+    "OpClass",
+    "Phase",
+    "Save",
+    "Storage",
+    "TrainingGraph",
+    "Trait",
+    "Value",
+]
 
 
 class Kind(IntEnum):
@@ -109,6 +121,8 @@ class Op:
     """Which call of its layer it ran in, counted from the start of the iteration."""
     workspace: int = 0
     """Bytes above (live at entry + all of its outputs) at the worst moment inside the op."""
+    site: int = -1
+    """Index into ``graph.sites``; -1 if it ran outside of any known call."""
     traits: Trait = Trait.NONE
 
 
@@ -129,6 +143,8 @@ class Save:
     """Module path in which it was packed."""
     call: int = 0
     """Which call of that layer."""
+    site: int = -1
+    """Index into ``graph.sites``; -1 if it was packed outside of any known call."""
 
 
 @dataclass(slots=True)
@@ -139,6 +155,18 @@ class OpClass:
     layer: str
     site: tuple[int, ...] = ()
     """Identifies the call site within the module; opaque to the planner."""
+
+
+@dataclass(slots=True)
+class CallSite:
+    """A place in a module's code where the framework's API is called, in one of the module's calls."""
+
+    layer: str
+    call: int
+    place: tuple[int, ...]
+    """Identifies the place in the code; opaque to the planner."""
+    count: int
+    """How often it is called there."""
 
 
 @dataclass(slots=True)
@@ -163,6 +191,7 @@ class TrainingGraph:
     storages: list[Storage] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     classes: list[OpClass] = field(default_factory=list)
+    sites: list[CallSite] = field(default_factory=list)
     passes: list[BackwardPass] = field(default_factory=list)
     ticks: int = 0
     base_bytes: int = 0

@@ -20,12 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_echo.errors import GraphFileError
-from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
+from torch_echo.graph import (
+    BackwardPass,
+    CallSite,
+    Kind,
+    Op,
+    OpClass,
+    Phase,
+    Save,
+    Storage,
+    TrainingGraph,
+    Trait,
+    Value,
+)
 
 __all__ = ["FORMAT", "VERSION", "load_graph", "save_graph"]
 
 FORMAT = "torch-echo training graph"
-VERSION = 1
+VERSION = 2
 
 _SCALARS = {"ticks": int, "base_bytes": int, "step_seconds": float, "rerun_overhead": float, "rng_state_bytes": int}
 _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -36,14 +48,15 @@ _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
         {
             "name": str, "layer": str, "phase": Phase, "cls": int, "instance": int, "start": int, "end": int,
             "reads": tuple, "writes": tuple, "seconds": float, "flops": float, "bytes_moved": int, "reuse_seconds": float,
-            "call": int, "workspace": int, "traits": Trait,
+            "call": int, "workspace": int, "site": int, "traits": Trait,
         },
     ),
     "saves": (
         Save,
-        {"value": int, "pack": int, "unpack": int, "release": int, "reader": int, "layer": str, "call": int},
+        {"value": int, "pack": int, "unpack": int, "release": int, "reader": int, "layer": str, "call": int, "site": int},
     ),
     "classes": (OpClass, {"name": str, "layer": str, "site": tuple}),
+    "sites": (CallSite, {"layer": str, "call": int, "place": tuple, "count": int}),
     "passes": (BackwardPass, {"start": int, "end": int, "keeps_graph": bool}),
 }  # fmt: skip
 

@@ -44,6 +44,7 @@ def plain_torch(cost_cache: None, tmp_path: Path) -> Iterator[None]:
     assert torch.autograd.graph._engine_run_backward is _engine
     assert compat.top_mode() is None
     assert compat.top_hooks() is None
+    assert compat.top_functions() is None
     assert Passes.running == Passes.keeping == 0
     assert not Passes.touched
     assert not compat.profiler_running()

@@ -404,7 +404,7 @@ class TestVersions:
             spoil = True
             loss = square_loss(model, 4)
             with pytest.raises(
-                RuntimeError, match=r"inplace operation: \[torch.FloatTensor \[16, 32\]\] is at version 1"
+                RuntimeError, match=r"inplace operation: \[torch.FloatTensor \[16, 32\]\].* is at version 1"
             ):
                 loss.backward()
 
@@ -922,7 +922,8 @@ class TestLives:
 
         class Seen(MLP):
             def forward(self, x: Tensor) -> Tensor:
-                seen.append((self.training, torch.is_grad_enabled(), compat.top_mode(), compat.top_hooks()))
+                tops = (compat.top_mode(), compat.top_hooks(), compat.top_functions())
+                seen.append((self.training and torch.is_grad_enabled(), tops))
                 return super().forward(x)
 
         def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> list[Tensor]:
@@ -944,10 +945,10 @@ class TestLives:
 
         same(Seen, step=step, every=every, static=False)
         taped = seen[len(seen) // 2 :]
-        quiet = [s for s in taped if not (s[0] and s[1])]
+        quiet = [tops for training, tops in taped if not training]
         assert len(quiet) == 20
-        assert all(s[2] is None and s[3] is None for s in quiet)
-        assert any(s[2] is not None for s in taped[12:])
+        assert set(quiet) == {(None, None, None)}
+        assert any(tops[2] is not None for _, tops in taped[12:])
 
 
 # --- neighbours ------------------------------------------------------------------------------------------------------
@@ -1465,7 +1466,7 @@ class TestScope:
             h = torch.tanh(h)
             if wait:
                 meet.wait()
-                modes.append(compat.top_mode())
+                modes.append(compat.top_functions())
                 meet.wait()
             return torch.sigmoid(h).exp()
 
@@ -1580,15 +1581,8 @@ class TestErrors:
         check_footprint(session)
 
     @pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="eager's peak is put too high"))
-            if name == "checkpoint_reentrant"
-            else name
-            for name in CASES
-            if name != "accumulation"  # the recorded iteration does not have the step's peak
-        ],
-    )
+        "name", [name for name in CASES if name != "accumulation"]
+    )  # there it is not the step's peak
     def test_the_baseline_of_a_step_that_was_spared_memory(self, name: str) -> None:
         case = CASES[name]
         session = Session(Options(memory_budget=1024, on_infeasible="least", cost="analytic"))

@@ -14,7 +14,20 @@ import torch
 from torch_echo import compat
 from torch_echo.cost import CostModel, work_of
 from torch_echo.errors import CaptureError
-from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
+from torch_echo.graph import (
+    BackwardPass,
+    CallSite,
+    Kind,
+    Op,
+    OpClass,
+    Phase,
+    Save,
+    Storage,
+    TrainingGraph,
+    Trait,
+    Value,
+)
+from torch_echo.tape._gate import Place
 from torch_echo.tape._recipe import Region, disjoint
 from torch_echo.tape._record import OpCall, Recorder
 
@@ -40,6 +53,8 @@ class _Walk:
     """Graph op of each recorded call, by identity of the call."""
     died: dict[int, int] = field(default_factory=dict)
     """Tick of the death of the last tensor object, by recorded storage."""
+    sites: dict[tuple[str, int, Place | None], int] = field(default_factory=dict)
+    """Graph call site of each place in a call of a module."""
     saves: list[Save] = field(default_factory=list)
     saves_of: dict[int, list[int]] = field(default_factory=dict)
     """Those packed so far, by value."""
@@ -65,8 +80,15 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     graph = TrainingGraph(ticks=len(events))
     if recorder.device.type != "cpu":
         graph.rng_state_bytes = 0  # generators keep their states in the host's memory
-    saves = [Save(-1, -1, -1, len(events), -1, s.layer, s.call) for s in recorder.saved]
-    walk = _Walk(graph, saves=saves)
+    walk = _Walk(graph)
+    for (layer, call), places in recorder.functions.items():
+        for place, count in places.items():
+            walk.sites[layer, call, place] = len(graph.sites)
+            graph.sites.append(CallSite(layer, call, place, count))
+    walk.saves = saves = [
+        Save(-1, -1, -1, len(events), -1, s.layer, s.call, walk.sites.get((s.layer, s.call, s.place), -1))
+        for s in recorder.saved
+    ]
     classes: dict[tuple[str, tuple[int, ...]], int] = {}
     counts: list[int] = []
     sequences: dict[int, int] = {}
@@ -164,6 +186,7 @@ def _begin(
         call.rule.name, call.layer, Phase.FORWARD, cls, counts[cls], tick, tick, reads, call=call.call, traits=traits
     )
     counts[cls] += 1
+    op.site = walk.sites.get((call.layer, call.call, call.place), -1)
     graph.ops.append(op)
     return op
 
@@ -306,10 +329,6 @@ def _classify(graph: TrainingGraph, walk: _Walk, recorder: Recorder, first: int)
     for save in graph.saves:
         s = graph.values[save.value].storage
         released[s] = max(released.get(s, -1), save.release)
-    last_read: dict[int, int] = {}
-    for op in graph.ops[:first]:
-        for v in (*op.reads, *op.writes):
-            last_read[graph.values[v].storage] = op.end
     for s, block in walk.storage.items():
         storage = graph.storages[block]
         if storage.alloc < 0:
@@ -318,10 +337,7 @@ def _classify(graph: TrainingGraph, walk: _Walk, recorder: Recorder, first: int)
             continue
         held = walk.died.get(s, graph.ticks)
         if s in recorder.touched:
-            # What the tape did while recording is taken back: kept, it would live to its last reference. A recipe may have
-            # held the script's own tensor object until it ran: then the script is taken to have let go after the last read.
-            if held > begin:
-                held = min(held, last_read.get(block, held))
+            # What the tape did while recording is taken back: kept, it would live to its last reference.
             storage.free = max(held, released.get(block, -1), storage.alloc)
         elif storage.free - max(held, released.get(block, -1)) > _SLACK:
             held = storage.free  # something else held it to its end

@@ -80,6 +80,7 @@ watchers: list[Owner] = []
 
 _undo: list[Callable[[], None]] = []
 _lock = threading.Lock()
+_compiled_watched = False
 _missing: Any = object()
 original_call: Callable[..., Any] = compat.module_call()
 
@@ -120,15 +121,33 @@ def _wrap_hooks_disabled(original: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def disable(*args: Any, **kwargs: Any) -> Iterator[None]:
         # A functorch transform begins: it refuses to run under saved-tensor hooks.
-        states = [(owner, owner.lift()) for owner in owners]
+        states = _lift_all()
         try:
             with original(*args, **kwargs):
                 yield
         finally:
-            for owner, state in reversed(states):
-                owner.lower(state)
+            _lower_all(states)
 
     return disable
+
+
+def _lift_all() -> list[tuple[Owner, Any]]:
+    return [(owner, owner.lift()) for owner in owners]
+
+
+def _lower_all(states: list[tuple[Owner, Any]]) -> None:
+    for owner, state in reversed(states):
+        owner.lower(state)
+
+
+def watch_compiled() -> None:
+    """Lift everything around what ``torch.compile`` made: Dynamo runs it as plain code under a dispatch mode, and would trace a
+    function mode. To be called once it may have been imported."""
+    global _compiled_watched
+    with _lock:
+        if owners and not _compiled_watched:
+            _compiled_watched = True
+            _undo.append(compat.wrap_compiled_calls(_lift_all, _lower_all))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -162,6 +181,7 @@ def install(owner: Owner, watch_all: bool) -> None:
 
 def uninstall(owner: Owner) -> None:
     """Take a session out; the last takes the wrappers with it. Handles of earlier steps keep working."""
+    global _compiled_watched
     with _lock:
         if owner not in owners:
             return
@@ -171,5 +191,6 @@ def uninstall(owner: Owner) -> None:
         for key in [k for k, e in entries.items() if e is None or e.owner is owner]:
             entries.pop(key, None)
         if not owners:
+            _compiled_watched = False
             while _undo:
                 _undo.pop()()

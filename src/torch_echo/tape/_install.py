@@ -11,15 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_echo.footprint import Replayer
-from torch_echo.graph import Phase, TrainingGraph
+from torch_echo.graph import Phase, Save, TrainingGraph, Trait
 from torch_echo.tape._entry import Entry, entries
-from torch_echo.tape._mode import OFF, Decision, Site, Table
+from torch_echo.tape._gate import HOOKS, MODE, Place
+from torch_echo.tape._mode import OFF, Decision, Table
+from torch_echo.tape._stack import Site
 
 __all__ = ["Installed", "decide", "install_plan"]
 
 
 RERUN_SECONDS = 30e-6
 """Seconds that noting and re-running one op costs beyond its kernel."""
+
+GATE_SECONDS = 4e-6
+"""Seconds that the gate costs for a call of torch's API."""
+
+OPEN_SECONDS = 6e-6
+"""Seconds more for a call that goes through it."""
 
 MODE_SECONDS = 12e-6
 """Seconds that the dispatch mode costs for an op that the plan leaves alone: twice what a loop over one small op shows,
@@ -28,22 +36,106 @@ since between large kernels the interpreter's code and data are not in the proce
 HOOK_SECONDS = 10e-6
 """Seconds that the hooks cost for a saved tensor that is kept, in forward and backward together."""
 
+_Call = tuple[str, int]
+
+
+@dataclass
+class _Needs:
+    """What one call of a module needs under a plan: by site of the graph, or (`whole`) throughout."""
+
+    whole: bool
+    mode: set[int] = field(default_factory=set)
+    hooks: set[int] = field(default_factory=set)
+
+
+class _Sites:
+    """The calls of a graph's modules, and which ops and saves belong to which site of them."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.ops: Counter[int] = Counter()
+        self.saves: Counter[int] = Counter()
+        self.ops_of: Counter[_Call] = Counter()
+        self.saves_of: Counter[_Call] = Counter()
+        self.calls_of: Counter[_Call] = Counter()
+        self.sites_of: dict[_Call, list[int]] = {}
+        self.unseen: set[_Call] = set()
+        """Calls in which ops or saves belong to no site: the gate can't serve them."""
+        self.writes: dict[_Call, set[int]] = {}
+        """Sites at which something is overwritten."""
+        self.packed: dict[int, list[Save]] = {}
+        for i, site in enumerate(graph.sites):
+            self.sites_of.setdefault((site.layer, site.call), []).append(i)
+            self.calls_of[site.layer, site.call] += site.count
+        for op in graph.ops:
+            if op.phase is Phase.FORWARD:
+                call = op.layer, op.call
+                self.ops[op.site] += 1
+                self.ops_of[call] += 1
+                if op.site < 0:
+                    self.unseen.add(call)
+                elif op.traits & Trait.MUTATES:
+                    self.writes.setdefault(call, set()).add(op.site)
+        for save in graph.saves:
+            call = save.layer, save.call
+            self.saves[save.site] += 1
+            self.saves_of[call] += 1
+            self.packed.setdefault(save.value, []).append(save)
+            if save.site < 0:
+                self.unseen.add(call)
+        self.makers = [graph.ops[v.producer] if v.producer >= 0 else None for v in graph.values]
+
+    def needs(self, dropped: Collection[int]) -> dict[_Call, _Needs]:
+        """What each call of a module needs, if anything."""
+        found: dict[_Call, _Needs] = {}
+
+        def of(call: _Call) -> _Needs:
+            need = found.get(call)
+            if need is None:
+                need = found[call] = _Needs(call in self.unseen, set(self.writes.get(call, ())))
+            return need
+
+        for v in dropped:
+            op = self.makers[v]
+            if op is not None:
+                of((op.layer, op.call)).mode.add(op.site)
+            for save in self.packed.get(v, ()):
+                of((save.layer, save.call)).hooks.add(save.site)
+        return found
+
+    def seconds(self, dropped: Collection[int]) -> float:
+        """What the tape costs under a plan, re-run ops aside."""
+        total = 0.0
+        graph = self.graph
+        for call, need in self.needs(dropped).items():
+            if need.whole:
+                total += MODE_SECONDS * self.ops_of[call] * bool(need.mode)
+                total += HOOK_SECONDS * self.saves_of[call] * bool(need.hooks)
+                continue
+            total += GATE_SECONDS * self.calls_of[call]
+            total += OPEN_SECONDS * sum(graph.sites[s].count for s in need.mode | need.hooks)
+            total += MODE_SECONDS * sum(self.ops[s] for s in need.mode)
+            total += HOOK_SECONDS * sum(self.saves[s] for s in need.hooks)
+        return total
+
+    def places(self, call: _Call, need: _Needs) -> dict[Place, int] | None:
+        """For the gate: what each place of a call needs. None if the gate can't serve it."""
+        if need.whole:
+            return None
+        return {
+            _place(self.graph.sites[s].place): MODE * (s in need.mode) | HOOKS * (s in need.hooks)
+            for s in self.sites_of.get(call, ())
+        }
+
+
+def _place(numbers: tuple[int, ...]) -> Place:
+    code, inner, outer = numbers
+    return code, inner, outer
+
 
 def engine_seconds(graph: TrainingGraph) -> Callable[[frozenset[int]], float]:
     """What the tape costs under a plan, re-run ops aside: a function of the values dropped, in seconds a step."""
-    ops: Counter[tuple[str, int]] = Counter((o.layer, o.call) for o in graph.ops if o.phase is Phase.FORWARD)
-    saves: Counter[tuple[str, int]] = Counter((s.layer, s.call) for s in graph.saves)
-    packed: dict[int, set[tuple[str, int]]] = {}
-    for save in graph.saves:
-        packed.setdefault(save.value, set()).add((save.layer, save.call))
-    makers = [graph.ops[v.producer] if v.producer >= 0 else None for v in graph.values]
-
-    def seconds(dropped: frozenset[int]) -> float:
-        modes = {(op.layer, op.call) for v in dropped if (op := makers[v]) is not None}
-        hooks: set[tuple[str, int]] = set().union(*(packed.get(v, ()) for v in dropped))
-        return MODE_SECONDS * sum(ops[m] for m in modes) + HOOK_SECONDS * sum(saves[h] for h in hooks)
-
-    return seconds
+    return _Sites(graph).seconds
 
 
 @dataclass
@@ -86,10 +178,6 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
             mask = sum(1 << j for j, v in enumerate(op.writes) if v in dropped)
             masks.setdefault(op.cls, {}).setdefault(op.call, []).append(mask)
             calls[op.layer] = max(calls.get(op.layer, 0), op.call + 1)
-    hooks: dict[str, set[int]] = {}
-    for save in graph.saves:
-        if save.value in dropped:
-            hooks.setdefault(save.layer, set()).add(save.call)
     sites: dict[str, dict[int, dict[Site, Decision]]] = {}
     beyond: dict[str, dict[Site, Decision]] = {}
     for cls, by_call in masks.items():
@@ -105,15 +193,29 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
             if any(of_call):
                 decision = Decision(of_call, common, len(taken), len(every))
                 sites.setdefault(made.layer, {}).setdefault(call, {})[site] = decision
+    index = _Sites(graph)
+    needs = index.needs(dropped)
     tables: dict[str, list[Table]] = {}
     after: dict[str, Table] = {}
-    for layer in sites.keys() | hooks.keys():
-        by_call_sites, with_hooks = sites.get(layer, {}), hooks.get(layer, set())
-        after[layer] = Table(beyond.get(layer, {}), layer in sites, bool(with_hooks))
-        tables[layer] = [
-            Table(by_call_sites.get(i, {}), i in by_call_sites, i in with_hooks)
-            for i in range(max(calls.get(layer, 0), max(with_hooks, default=-1) + 1))
-        ]
+    for layer in {layer for layer, _ in needs}:
+        tables[layer] = []
+        everywhere: dict[Place, int] | None = {}
+        for i in range(1 + max(i for name, i in needs if name == layer)):
+            need = needs.get((layer, i))
+            if need is None:
+                tables[layer].append(OFF)
+                continue
+            places = index.places((layer, i), need)
+            decisions = sites.get(layer, {}).get(i, {})
+            tables[layer].append(Table(decisions, bool(decisions), bool(need.hooks), places))
+            if places is None or everywhere is None:
+                everywhere = None
+            else:
+                for place, flags in places.items():
+                    everywhere[place] = everywhere.get(place, 0) | flags
+        tables[layer] += [OFF] * (calls.get(layer, 0) - len(tables[layer]))
+        hooks = any(needs[call].hooks for call in needs if call[0] == layer)
+        after[layer] = Table(beyond.get(layer, {}), layer in sites, hooks, everywhere)
     return Installed(tables, after)
 
 

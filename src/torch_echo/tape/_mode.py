@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
+from torch_echo.tape._gate import CLOSED, MODE, OPEN, Place
 from torch_echo.tape._recipe import (
     NO_KWARGS,
     Leaf,
@@ -28,11 +29,9 @@ from torch_echo.tape._recipe import (
     written,
 )
 from torch_echo.tape._rules import Rule, may_reuse, rule_of
-from torch_echo.tape._stack import Stackable, overwritten, unpack
+from torch_echo.tape._stack import Site, Stackable, overwritten, unpack
 
-__all__ = ["OFF", "Decision", "Dropped", "Site", "Table", "Tape", "unpack"]
-
-Site = tuple[int, int, int]
+__all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "unpack"]
 
 
 _order = itertools.count().__next__
@@ -64,15 +63,29 @@ class Decision:
 
 
 class Table:
-    """What the plan says of one call of a module: decisions by call site, and whether mode and hooks are needed at all."""
+    """What the plan says of one call of a module: decisions by call site, and whether mode and hooks are needed at all.
 
-    __slots__ = ("funcs", "hooks", "mode", "sites")
+    `places`: what each call of torch's API in it needs (see ``_gate``); None where the gate did not see all: then mode and
+    hooks are on throughout.
+    """
 
-    def __init__(self, sites: dict[Site, Decision], mode: bool, hooks: bool) -> None:
+    __slots__ = ("funcs", "gate", "hooks", "mode", "places", "sites", "unknown")
+
+    def __init__(
+        self, sites: dict[Site, Decision], mode: bool, hooks: bool, places: dict[Place, int] | None = None
+    ) -> None:
         self.sites = sites
         self.funcs = frozenset(site[0] for site in sites)
-        self.mode = mode
-        self.hooks = hooks
+        self.gate = places is not None and (mode or hooks)
+        self.mode = mode and not self.gate
+        self.hooks = hooks and not self.gate
+        self.places = places or {}
+        self.unknown = OPEN if self.gate else CLOSED
+
+    @property
+    def off(self) -> bool:
+        """Is there nothing to do?"""
+        return not (self.mode or self.hooks or self.gate)
 
 
 OFF = Table({}, False, False)
@@ -149,12 +162,22 @@ class Tape(Stackable):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = id(func)
         if key in self.table.funcs:
-            frame = _getframe(1)
-            back = frame.f_back
-            return self.execute(func, args, kwargs, (key, frame.f_lasti, -1 if back is None else back.f_lasti))
+            return self.execute(func, args, kwargs, self.site(key, _getframe(1)))
         if key in self.pure:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._keep(func, args, kwargs)
+
+    def use(self, table: Table) -> None:
+        """From here on, until the next call of this, `table` says what to do; mode, hooks and gate follow."""
+        self.table = table
+        self.gate.places, self.gate.unknown = table.places, table.unknown
+        self.switch(table.mode, table.hooks, table.gate)
+
+    def opening(self, place: Place, code: Any, needs: int) -> tuple[bool, bool] | None:
+        """See :class:`Stackable`."""
+        before = mode, hooks = self.mode_on, self.hooks_on  # on where they could not be taken off from under others
+        self.switch(mode or bool(needs & MODE), hooks or needs > MODE, True)
+        return before
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run an op called at `site` of the module that is running."""

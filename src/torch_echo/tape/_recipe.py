@@ -55,7 +55,8 @@ class Leaf:
     __slots__ = ("__weakref__", "key", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, key: int) -> None:
-        self.tensor = tensor
+        # While a recorder watches, the script's own object is left to it: its death is to be seen.
+        self.tensor = tensor if Passes.observer is None else compat.alias_below(tensor)
         self.version = compat.version_of(tensor)
         self.key = key
 

@@ -22,10 +22,11 @@ import torch
 from torch_echo import compat
 from torch_echo.cost import OpSpec, spec_of
 from torch_echo.graph import Kind
-from torch_echo.tape._mode import OFF, Dropped, Site, Table, Tape
+from torch_echo.tape._gate import Place
+from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
 from torch_echo.tape._rules import Rule, may_reuse, nondeterministic_on, rule_of
-from torch_echo.tape._stack import Stackable, unpack
+from torch_echo.tape._stack import Site, Stackable, unpack
 
 __all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage", "live_bytes"]
 
@@ -60,6 +61,8 @@ class OpCall:
     regions: list[tuple[int, Region]]
     """Where in them."""
     keep: bool
+    place: Place | None = None
+    """The call of torch's API that it belongs to."""
     reuses: bool = False
     seconds: float = 0.0
 
@@ -72,6 +75,7 @@ class SavedTensor:
     region: Region
     layer: str
     call: int
+    place: Place | None
 
 
 @dataclass(slots=True)
@@ -141,6 +145,10 @@ class Recorder(Stackable):
         self.saved: list[SavedTensor] = []
         self.layers: list[tuple[str, int]] = [("", 0)]
         """Module calls under way: path, and which call of it."""
+        self.functions: dict[tuple[str, int], dict[Place, int]] = {}
+        """Calls of torch's API, by call of a module and place in the code."""
+        self.codes: dict[int, Any] = {}
+        """The code objects of these places, so that their identities stay theirs."""
         self._calls_of: dict[str, int] = {}
         self.nesting: set[tuple[str, str]] = set()
         self.base_bytes = 0
@@ -202,12 +210,17 @@ class Recorder(Stackable):
 
     # --- forward -------------------------------------------------------------------------------------------------------
 
+    def opening(self, place: Place, code: Any, needs: int) -> None:
+        """See :class:`Stackable`."""
+        if self.active:
+            self.codes[place[0]] = code
+            counts = self.functions.setdefault(self.layers[-1], {})
+            counts[place] = counts.get(place, 0) + 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.active:
             return func(*args, **kwargs)
-        frame = _getframe(1)
-        back = frame.f_back
         rule = rule_of(func)
         inputs = list(tensors_in(args, kwargs))
         plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(t) != -1 for _, t in inputs)
@@ -220,7 +233,8 @@ class Recorder(Stackable):
             spec=spec_of(func, args, kwargs) if plain and not rule.keep else None,
             layer=self.layers[-1][0],
             call=self.layers[-1][1],
-            site=(id(func), frame.f_lasti, -1 if back is None else back.f_lasti),
+            site=self.site(id(func), _getframe(1)),
+            place=self.place,
             sequence=compat.sequence_number() - 1,
             reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],
             made=[],
@@ -253,6 +267,11 @@ class Recorder(Stackable):
                     call.keep = True
         if writes and rule.rerun is None and len(call.mutated) == 0:
             call.keep = True
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and (key := compat.storage_key(t)) in before and key != -1:
+                self._watched.append(
+                    weakref.ref(t, _Death(self, self._storage(t)))
+                )  # a view: it may be all the script holds
         for position, t in inputs if call.mutated else ():
             if position in writes and compat.storage_key(t) != -1:
                 call.regions.append((self._storage(t), region(t)))
@@ -289,7 +308,7 @@ class Recorder(Stackable):
         if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
             return (tensor, tensor._version)
         index = len(self.saved)
-        self.saved.append(SavedTensor(self._storage(tensor), region(tensor), *self.layers[-1]))
+        self.saved.append(SavedTensor(self._storage(tensor), region(tensor), *self.layers[-1], self.place))
         content = self.tape.pack(tensor) if self.tape is not None else None
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)

@@ -1,4 +1,4 @@
-"""Going on and off a thread's stacks of dispatch modes and saved-tensor hooks, among others who use them.
+"""Going on and off a thread's stacks of modes and saved-tensor hooks, among others who use them.
 
 Contexts that a script enters nest: what is on top of ours when ours is to change belongs to a block that is still open, and
 that pops the top when it ends. So nothing is put on or taken off under an open block for good: ours stays where it is (only
@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from torch_echo import compat
+from torch_echo.tape._gate import Gate, Place
 
-__all__ = ["Stackable", "overwritten", "unpack"]
+__all__ = ["Site", "Stackable", "overwritten", "unpack"]
+
+Site = tuple[int, int, int]
+"""An op's place in the code: the op (by identity), the instruction that calls it, that which calls the function there."""
 
 
 def unpack(handle: Any) -> torch.Tensor:
@@ -38,22 +42,56 @@ def overwritten(size: Any, token: torch.Tensor, expected: int) -> RuntimeError:
 
 
 class Stackable(compat.TensorMode):
-    """A dispatch mode with a pair of saved-tensor hooks."""
+    """A dispatch mode with a pair of saved-tensor hooks, and a gate in front of both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mode_on = False
         self.hooks_on = False
+        self.gate_on = False
+        self.gate = Gate(self)
+        self.place: Place | None = None
+        """Where in the code the call stands that is going through the gate."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook that autograd calls for each tensor it saves."""
         raise NotImplementedError
 
-    def switch(self, mode: bool, hooks: bool) -> None:
-        """Put the mode and the hooks on or off for this thread, where no other is on top.
+    def opening(self, place: Place, code: Any, needs: int) -> tuple[bool, bool] | None:
+        """A call comes through the gate. What mode and hooks are to be switched to when it has run, if that is not as now."""
+        raise NotImplementedError
+
+    def inside(self, place: Place, code: Any, needs: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call that comes through the gate."""
+        outer = self.place
+        before = self.opening(place, code, needs)
+        self.place = place
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.place = outer
+            if before is not None:
+                self.switch(*before, True)
+
+    def site(self, func: int, frame: Any) -> Site:
+        """Where in the code an op is called: `frame` is that which called it."""
+        if self.place is not None and frame.f_code is _INSIDE:
+            return (func, *self.place[1:])
+        back = frame.f_back
+        return func, frame.f_lasti, -1 if back is None else back.f_lasti
+
+    def switch(self, mode: bool, hooks: bool, gate: bool = False) -> None:
+        """Put the mode, the hooks and the gate on or off for this thread, where no other is on top.
 
         Under a block of other hooks (a user's checkpoint) ours do not go on: what is saved there is that block's.
         """
+        if gate is not self.gate_on:
+            if gate:
+                compat.push_functions(self.gate)
+                self.gate_on = True
+            elif compat.top_functions() is self.gate:
+                compat.pop_functions()
+                self.gate_on = False
         if mode is not self.mode_on:
             if mode:
                 compat.push_mode(self)
@@ -71,22 +109,32 @@ class Stackable(compat.TensorMode):
                 compat.pop_hooks()
                 self.hooks_on = False
 
-    def lift(self) -> tuple[int, int]:
-        """Take both off, from under others too. The result goes to `lower`; without it, they are off for good."""
-        places = (-1, -1)
+    def lift(self) -> tuple[int, int, int]:
+        """Take all off, from under others too. The result goes to `lower`; without it, they are off for good."""
+        mode = hooks = gate = -1
         if self.mode_on:
-            places = (compat.take_mode(self), -1)
+            mode = compat.take_mode(self)
             self.mode_on = False
         if self.hooks_on:
-            places = (places[0], compat.take_hooks(self.pack))
+            hooks = compat.take_hooks(self.pack)
             self.hooks_on = False
-        return places
+        if self.gate_on:
+            gate = compat.take_functions(self.gate)
+            self.gate_on = gate < 0
+        return mode, hooks, gate
 
-    def lower(self, places: tuple[int, int]) -> None:
+    def lower(self, places: tuple[int, int, int]) -> None:
         """Back to where they were."""
-        if places[0] >= 0:
-            compat.put_mode(self, places[0])
+        mode, hooks, gate = places
+        if mode >= 0:
+            compat.put_mode(self, mode)
             self.mode_on = True
-        if places[1] >= 0:
-            compat.put_hooks(self.pack, unpack, places[1])
+        if hooks >= 0:
+            compat.put_hooks(self.pack, unpack, hooks)
             self.hooks_on = True
+        if gate >= 0:
+            compat.put_functions(self.gate, gate)
+            self.gate_on = True
+
+
+_INSIDE = Stackable.inside.__code__

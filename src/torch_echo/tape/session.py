@@ -163,6 +163,8 @@ class Session:
         self._late_roots = False
         self._failure: TorchEchoError | None = None
         self._watch_all = False
+        self._codes: dict[int, Any] = {}
+        """Code objects by identity, as long as the plan knows places in them by it."""
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -292,7 +294,7 @@ class Session:
     def _call_unplanned(self, lean: bool, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a root's call as plain PyTorch, or with the rule that needs no plan."""
         local = self._local
-        if lean and not any(compat.is_compiled(m) for m in module.modules()):
+        if lean:
             if not isinstance(local.tape, OnlineTape):
                 local.tape = OnlineTape(set(self._known()))
             local.tape.switch(True, True)
@@ -307,39 +309,39 @@ class Session:
         """Run a call with the plan in force; mode and hooks as this module needs them."""
         local = self._local
         tape = local.tape
-        table, mode, hooks = tape.table, tape.mode_on, tape.hooks_on
+        table = tape.table
         if not local.depth and not local.open and self._watch_all and self.installed is not None:
             script = self.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
-            if script is not OFF and compat.top_mode() is None and compat.top_hooks() is None:
+            tops = (compat.top_mode(), compat.top_hooks(), compat.top_functions())
+            if script is not OFF and tops == (None, None, None):
                 local.open = True
-                table, mode, hooks = script, script.mode, script.hooks
-        tape.table = here = _table(entry)
-        tape.switch(here.mode, here.hooks)
+                table = script
+        tape.use(_table(entry))
         local.depth += 1
         try:
             return _entry.original_call(module, *args, **kwargs)
         except BaseException:
             if local.depth == 1:
-                local.open = mode = hooks = False
+                local.open = False
+                table = OFF
             raise
         finally:
             local.depth -= 1
-            tape.table = table
-            tape.switch(mode, hooks)
+            tape.use(table)
 
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
         on, hooks = recorder.mode_on, recorder.hooks_on
-        if not local.depth and compat.top_mode() is None and compat.top_hooks() is None:
+        tops = (compat.top_mode(), compat.top_hooks(), compat.top_functions())
+        if not local.depth and tops == (None, None, None):
             # The script's own code up to backward is watched too: it may write over what a recipe would read. What it saves
             # counts only where it will be taped.
             on, hooks = True, self._watch_all
-        compiled = compat.is_compiled(module)
         recorder.enter(entry.path)
-        recorder.switch(not compiled, not compiled)
+        recorder.switch(True, True, True)
         local.depth += 1
-        if compiled:
+        if compat.is_compiled(module):
             self._note(entry.path, "it is compiled by torch.compile and left to it", once=True)
         try:
             return _entry.original_call(module, *args, **kwargs)
@@ -350,7 +352,8 @@ class Session:
             raise
         finally:
             local.depth -= 1
-            recorder.switch(on, hooks)
+            # No gate in the script's own code: C++ would put it back when the script's call of backward() ends.
+            recorder.switch(on, hooks, on and local.depth > 0)
             recorder.leave()
 
     def _may_tape(self, module: torch.nn.Module) -> bool:
@@ -371,6 +374,8 @@ class Session:
 
     def _enter_root(self, entry: Entry, args: Any, kwargs: Any, free: bool) -> None:
         """A training call outside of any other begins; `free`: it can be taped."""
+        if compat.dynamo_imported():
+            _entry.watch_compiled()
         if self._elsewhere():
             return
         call = (entry.path, _shapes(args, kwargs))
@@ -528,6 +533,7 @@ class Session:
             # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
             plain = self._plain_seconds.get(tuple(self._recorded_calls), math.inf)
             self.graph.step_seconds = min(self.graph.step_seconds, plain)
+            self._codes = recorder.codes
             self._make_plan(recorder)
             self._local.tape.trusted = frozenset(recorder.known)
         except CaptureError as error:
