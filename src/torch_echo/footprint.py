@@ -226,8 +226,13 @@ class Replayer:
         after."""
         graph = self.graph
         keeping = [p for p in graph.passes if p.keeps_graph]
+        backward = min((p.start for p in graph.passes), default=0)
         events: list[tuple[int, int, int, int]] = []
+        saved: list[int] = []
         for save in graph.saves:
+            if save.unpack < 0 and save.release < backward:
+                continue  # nothing is rebuilt for a node that dies in the forward pass: no reason to drop what it saved
+            saved.append(save.value)
             if save.unpack < 0:  # its handle holds the record, and what is rebuilt for others, until it dies
                 events.append((save.release, DEATH, save.value, save.release))
                 continue
@@ -240,8 +245,7 @@ class Replayer:
         table = np.array(events, np.int64).reshape(-1, 4)
         self.ev_tick, self.ev_code, self.ev_value, self.ev_extra = table.T.copy()
         self.keep_spans = [(p.start, p.end) for p in keeping]
-        saved = np.fromiter((save.value for save in graph.saves), np.int64, len(graph.saves))
-        self.v_saved = np.bincount(saved, minlength=self.n_values).astype(np.int64)
+        self.v_saved = np.bincount(np.array(saved, np.int64), minlength=self.n_values).astype(np.int64)
 
     def reads_of(self, ops: IntArray) -> tuple[IntArray, IntArray]:
         """The distinct reads of `ops`, concatenated, and for each the position of its op in `ops`."""

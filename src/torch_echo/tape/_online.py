@@ -48,7 +48,7 @@ class OnlineTape(Tape):
         self._saved: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.execute(func, args, kwargs, (0, 0, 0))
+        return self.execute(func, args, kwargs, (0, 0, 0, 0))
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """See :class:`Tape`."""

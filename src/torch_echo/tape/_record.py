@@ -221,6 +221,8 @@ class Recorder(Stackable):
         kwargs = kwargs or {}
         if not self.active:
             return func(*args, **kwargs)
+        frame = _getframe(1)
+        self.codes[id(frame.f_code)] = frame.f_code
         rule = rule_of(func)
         inputs = list(tensors_in(args, kwargs))
         plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(t) != -1 for _, t in inputs)
@@ -233,7 +235,7 @@ class Recorder(Stackable):
             spec=spec_of(func, args, kwargs) if plain and not rule.keep else None,
             layer=self.layers[-1][0],
             call=self.layers[-1][1],
-            site=self.site(id(func), _getframe(1)),
+            site=self.site(id(func), frame),
             place=self.place,
             sequence=compat.sequence_number() - 1,
             reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],

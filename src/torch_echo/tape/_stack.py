@@ -16,8 +16,8 @@ from torch_echo.tape._gate import Gate, Place
 
 __all__ = ["Site", "Stackable", "overwritten", "unpack"]
 
-Site = tuple[int, int, int]
-"""An op's place in the code: the op (by identity), the instruction that calls it, that which calls the function there."""
+Site = tuple[int, int, int, int]
+"""An op's place in the code: the op (by identity), then as in `Place`."""
 
 
 def unpack(handle: Any) -> torch.Tensor:
@@ -76,9 +76,9 @@ class Stackable(compat.TensorMode):
     def site(self, func: int, frame: Any) -> Site:
         """Where in the code an op is called: `frame` is that which called it."""
         if self.place is not None and frame.f_code is _INSIDE:
-            return (func, *self.place[1:])
+            return (func, *self.place)
         back = frame.f_back
-        return func, frame.f_lasti, -1 if back is None else back.f_lasti
+        return func, id(frame.f_code), frame.f_lasti, -1 if back is None else back.f_lasti
 
     def switch(self, mode: bool, hooks: bool, gate: bool = False) -> None:
         """Put the mode, the hooks and the gate on or off for this thread, where no other is on top.

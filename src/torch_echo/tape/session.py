@@ -415,14 +415,14 @@ class Session:
         if self.phase is Phase.WAIT:
             if self.iterations >= 2:
                 self._start_recording()
+        elif self.phase in (Phase.CHECK, Phase.STEADY) and self._outgrown(first):
+            self._start_recording()
         elif self.phase is Phase.CHECK:
             self._checks += 1
             if self._checks > CHECK_PATIENCE:
                 self.phase = Phase.STEADY
             elif self._recorded_calls[:1] == [first]:
                 self._start_check()
-        if self.phase in (Phase.CHECK, Phase.STEADY) and self._meter is None and self._outgrown(first):
-            self._start_recording()
 
     def _outgrown(self, first: RootCall) -> bool:
         """Is the iteration so unlike the recorded one that a new plan is due: new models, other calls, or far larger
