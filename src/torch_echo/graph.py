@@ -123,6 +123,8 @@ class Op:
     """Bytes above (live at entry + all of its outputs) at the worst moment inside the op."""
     site: int = -1
     """Index into ``graph.sites``; -1 if it ran outside of any known call."""
+    turn: int = 0
+    """In which of the calls there."""
     traits: Trait = Trait.NONE
 
 
@@ -145,6 +147,8 @@ class Save:
     """Which call of that layer."""
     site: int = -1
     """Index into ``graph.sites``; -1 if it was packed outside of any known call."""
+    turn: int = 0
+    """In which of the calls there."""
 
 
 @dataclass(slots=True)

@@ -48,12 +48,15 @@ _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
         {
             "name": str, "layer": str, "phase": Phase, "cls": int, "instance": int, "start": int, "end": int,
             "reads": tuple, "writes": tuple, "seconds": float, "flops": float, "bytes_moved": int, "reuse_seconds": float,
-            "call": int, "workspace": int, "site": int, "traits": Trait,
+            "call": int, "workspace": int, "site": int, "turn": int, "traits": Trait,
         },
     ),
     "saves": (
         Save,
-        {"value": int, "pack": int, "unpack": int, "release": int, "reader": int, "layer": str, "call": int, "site": int},
+        {
+            "value": int, "pack": int, "unpack": int, "release": int, "reader": int, "layer": str, "call": int,
+            "site": int, "turn": int,
+        },
     ),
     "classes": (OpClass, {"name": str, "layer": str, "site": tuple}),
     "sites": (CallSite, {"layer": str, "call": int, "place": tuple, "count": int}),

@@ -86,7 +86,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
             walk.sites[layer, call, place] = len(graph.sites)
             graph.sites.append(CallSite(layer, call, place, count))
     walk.saves = saves = [
-        Save(-1, -1, -1, len(events), -1, s.layer, s.call, walk.sites.get((s.layer, s.call, s.place), -1))
+        Save(-1, -1, -1, len(events), -1, s.layer, s.call, walk.sites.get((s.layer, s.call, s.place), -1), s.turn)
         for s in recorder.saved
     ]
     classes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -186,7 +186,7 @@ def _begin(
         call.rule.name, call.layer, Phase.FORWARD, cls, counts[cls], tick, tick, reads, call=call.call, traits=traits
     )
     counts[cls] += 1
-    op.site = walk.sites.get((call.layer, call.call, call.place), -1)
+    op.site, op.turn = walk.sites.get((call.layer, call.call, call.place), -1), call.turn
     graph.ops.append(op)
     return op
 

@@ -5,6 +5,7 @@ A decision belongs to a class of ops (module and call site), and says for each i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 from torch_echo.footprint import Replayer
 from torch_echo.graph import Phase, Save, TrainingGraph, Trait
 from torch_echo.tape._entry import Entry, entries
-from torch_echo.tape._gate import HOOKS, MODE, Place
+from torch_echo.tape._gate import CLOSED, HOOKS, MODE, Door, Place
 from torch_echo.tape._mode import OFF, Decision, Table
 from torch_echo.tape._stack import Site
 
@@ -27,7 +28,7 @@ GATE_SECONDS = 4e-6
 """Seconds that the gate costs for a call of torch's API."""
 
 OPEN_SECONDS = 6e-6
-"""Seconds more for a call that goes through it."""
+"""Seconds more for a call that mode or hooks are on for."""
 
 MODE_SECONDS = 12e-6
 """Seconds that the dispatch mode costs for an op that the plan leaves alone: twice what a loop over one small op shows,
@@ -37,32 +38,34 @@ HOOK_SECONDS = 10e-6
 """Seconds that the hooks cost for a saved tensor that is kept, in forward and backward together."""
 
 _Call = tuple[str, int]
+_Turn = tuple[int, int]
+"""One call of torch's API: site of the graph, and how many calls were there before."""
 
 
 @dataclass
 class _Needs:
-    """What one call of a module needs under a plan: by site of the graph, or (`whole`) throughout."""
+    """What one call of a module needs under a plan: in which calls of torch's API, or (`whole`) throughout."""
 
     whole: bool
-    mode: set[int] = field(default_factory=set)
-    hooks: set[int] = field(default_factory=set)
+    mode: set[_Turn] = field(default_factory=set)
+    hooks: set[_Turn] = field(default_factory=set)
 
 
 class _Sites:
-    """The calls of a graph's modules, and which ops and saves belong to which site of them."""
+    """The calls of a graph's modules, and the calls of torch's API in them."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph
-        self.ops: Counter[int] = Counter()
-        self.saves: Counter[int] = Counter()
+        self.ops: Counter[_Turn] = Counter()
+        self.saves: Counter[_Turn] = Counter()
         self.ops_of: Counter[_Call] = Counter()
         self.saves_of: Counter[_Call] = Counter()
         self.calls_of: Counter[_Call] = Counter()
         self.sites_of: dict[_Call, list[int]] = {}
         self.unseen: set[_Call] = set()
         """Calls in which ops or saves belong to no site: the gate can't serve them."""
-        self.writes: dict[_Call, set[int]] = {}
-        """Sites at which something is overwritten."""
+        self.writes: dict[_Call, set[_Turn]] = {}
+        """Where something is overwritten."""
         self.packed: dict[int, list[Save]] = {}
         for i, site in enumerate(graph.sites):
             self.sites_of.setdefault((site.layer, site.call), []).append(i)
@@ -70,15 +73,15 @@ class _Sites:
         for op in graph.ops:
             if op.phase is Phase.FORWARD:
                 call = op.layer, op.call
-                self.ops[op.site] += 1
+                self.ops[op.site, op.turn] += 1
                 self.ops_of[call] += 1
                 if op.site < 0:
                     self.unseen.add(call)
                 elif op.traits & Trait.MUTATES:
-                    self.writes.setdefault(call, set()).add(op.site)
+                    self.writes.setdefault(call, set()).add((op.site, op.turn))
         for save in graph.saves:
             call = save.layer, save.call
-            self.saves[save.site] += 1
+            self.saves[save.site, save.turn] += 1
             self.saves_of[call] += 1
             self.packed.setdefault(save.value, []).append(save)
             if save.site < 0:
@@ -98,39 +101,47 @@ class _Sites:
         for v in dropped:
             op = self.makers[v]
             if op is not None:
-                of((op.layer, op.call)).mode.add(op.site)
+                of((op.layer, op.call)).mode.add((op.site, op.turn))
             for save in self.packed.get(v, ()):
-                of((save.layer, save.call)).hooks.add(save.site)
+                of((save.layer, save.call)).hooks.add((save.site, save.turn))
         return found
 
     def seconds(self, dropped: Collection[int]) -> float:
         """What the tape costs under a plan, re-run ops aside."""
         total = 0.0
-        graph = self.graph
         for call, need in self.needs(dropped).items():
             if need.whole:
                 total += MODE_SECONDS * self.ops_of[call] * bool(need.mode)
                 total += HOOK_SECONDS * self.saves_of[call] * bool(need.hooks)
                 continue
             total += GATE_SECONDS * self.calls_of[call]
-            total += OPEN_SECONDS * sum(graph.sites[s].count for s in need.mode | need.hooks)
-            total += MODE_SECONDS * sum(self.ops[s] for s in need.mode)
-            total += HOOK_SECONDS * sum(self.saves[s] for s in need.hooks)
+            total += OPEN_SECONDS * len(need.mode | need.hooks)
+            total += MODE_SECONDS * sum(self.ops[t] for t in need.mode)
+            total += HOOK_SECONDS * sum(self.saves[t] for t in need.hooks)
         return total
 
-    def places(self, call: _Call, need: _Needs) -> dict[Place, int] | None:
+    def doors(self, call: _Call, need: _Needs, decisions: dict[Site, Decision]) -> dict[Place, Door | None] | None:
         """For the gate: what each place of a call needs. None if the gate can't serve it."""
         if need.whole:
             return None
-        return {
-            _place(self.graph.sites[s].place): MODE * (s in need.mode) | HOOKS * (s in need.hooks)
-            for s in self.sites_of.get(call, ())
-        }
+        there: dict[Place, list[Decision]] = {}
+        for site, decision in decisions.items():
+            there.setdefault(site[1:], []).append(decision)
+        doors: dict[Place, Door | None] = {}
+        for s in self.sites_of.get(call, ()):
+            turns = [
+                MODE * ((s, t) in need.mode) | HOOKS * ((s, t) in need.hooks) for t in range(self.graph.sites[s].count)
+            ]
+            place: Any = self.graph.sites[s].place
+            doors[place] = _door(turns, there.get(place, []))
+        return doors
 
 
-def _place(numbers: tuple[int, ...]) -> Place:
-    code, inner, outer = numbers
-    return code, inner, outer
+def _door(turns: list[int], decisions: list[Decision]) -> Door | None:
+    beyond = 0
+    for needs in turns:
+        beyond |= needs
+    return Door(turns, beyond, decisions) if beyond else CLOSED
 
 
 def engine_seconds(graph: TrainingGraph) -> Callable[[frozenset[int]], float]:
@@ -161,8 +172,7 @@ class Installed:
             entry.calls = 0
         for tables in (*self.tables.values(), self.beyond.values()):
             for table in tables:
-                for decision in table.sites.values():
-                    decision.count = 0
+                table.reset()
 
 
 def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
@@ -172,11 +182,13 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
     needed = set(replayer.records(replayer.mask(dropped))[0].tolist())
     dropped = frozenset(v for v in dropped if graph.values[v].producer in needed)
     masks: dict[int, dict[int, list[int]]] = {}  # class -> call -> mask of each instance
+    turns: dict[int, dict[int, list[int]]] = {}  # class -> call -> turn of each instance
     calls: dict[str, int] = {}
     for op in graph.ops:
         if op.phase is Phase.FORWARD:
             mask = sum(1 << j for j, v in enumerate(op.writes) if v in dropped)
             masks.setdefault(op.cls, {}).setdefault(op.call, []).append(mask)
+            turns.setdefault(op.cls, {}).setdefault(op.call, []).append(op.turn)
             calls[op.layer] = max(calls.get(op.layer, 0), op.call + 1)
     sites: dict[str, dict[int, dict[Site, Decision]]] = {}
     beyond: dict[str, dict[Site, Decision]] = {}
@@ -188,10 +200,14 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
         if not taken:
             continue
         common = max(set(taken), key=taken.count)
-        beyond.setdefault(made.layer, {})[site] = Decision([], common, len(taken), len(every))
+        share = common, len(taken), len(every)
+        each = max(1, round(len(every) / sum(1 + turns[cls][call][-1] for call in by_call)))
+        beyond.setdefault(made.layer, {})[site] = Decision([], *share, each=each)
         for call, of_call in by_call.items():
             if any(of_call):
-                decision = Decision(of_call, common, len(taken), len(every))
+                there = turns[cls][call]
+                starts = [bisect_left(there, t) for t in range(there[-1] + 1)]
+                decision = Decision(of_call, *share, starts, each)
                 sites.setdefault(made.layer, {}).setdefault(call, {})[site] = decision
     index = _Sites(graph)
     needs = index.needs(dropped)
@@ -199,23 +215,29 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
     after: dict[str, Table] = {}
     for layer in {layer for layer, _ in needs}:
         tables[layer] = []
-        everywhere: dict[Place, int] | None = {}
+        everywhere: dict[Place, Door | None] | None = {}
+        later = beyond.get(layer, {})
         for i in range(1 + max(i for name, i in needs if name == layer)):
             need = needs.get((layer, i))
             if need is None:
                 tables[layer].append(OFF)
                 continue
-            places = index.places((layer, i), need)
             decisions = sites.get(layer, {}).get(i, {})
-            tables[layer].append(Table(decisions, bool(decisions), bool(need.hooks), places))
-            if places is None or everywhere is None:
+            doors = index.doors((layer, i), need, decisions)
+            tables[layer].append(Table(decisions, bool(decisions), bool(need.hooks), doors))
+            if doors is None or everywhere is None:
                 everywhere = None
-            else:
-                for place, flags in places.items():
-                    everywhere[place] = everywhere.get(place, 0) | flags
+                continue
+            for place, door in doors.items():
+                known = everywhere.get(place)
+                if known is not None and door is not None:
+                    known.beyond |= door.beyond
+                elif known is None:
+                    there_too = [d for site, d in later.items() if site[1:] == place]
+                    everywhere[place] = Door([], door.beyond, there_too) if door is not None else CLOSED
         tables[layer] += [OFF] * (calls.get(layer, 0) - len(tables[layer]))
         hooks = any(needs[call].hooks for call in needs if call[0] == layer)
-        after[layer] = Table(beyond.get(layer, {}), layer in sites, hooks, everywhere)
+        after[layer] = Table(later, layer in sites, hooks, everywhere)
     return Installed(tables, after)
 
 

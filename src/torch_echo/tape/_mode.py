@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
-from torch_echo.tape._gate import CLOSED, MODE, OPEN, Place
+from torch_echo.tape._gate import CLOSED, MODE, Door, Place, unknown
 from torch_echo.tape._recipe import (
     NO_KWARGS,
     Leaf,
@@ -44,14 +44,25 @@ class Decision:
     dropped there, mostly with the mask `common`.
     """
 
-    __slots__ = ("common", "count", "masks", "share", "total")
+    __slots__ = ("common", "count", "each", "masks", "share", "starts", "total")
 
-    def __init__(self, masks: list[int], common: int, share: int, total: int) -> None:
+    def __init__(
+        self, masks: list[int], common: int, share: int, total: int, starts: list[int] | None = None, each: int = 1
+    ) -> None:
         self.masks = masks
         self.common = common
         self.share = share
         self.total = total
+        self.starts = starts or []
+        """First instance of each call at the class's place in the code (see ``_gate``)."""
+        self.each = each
+        """Instances that such a call has, on the whole."""
         self.count = 0
+
+    def turn_to(self, turn: int) -> None:
+        """The next instance is the first of this call at its place."""
+        known = len(self.starts)
+        self.count = self.starts[turn] if turn < known else len(self.masks) + (turn - known) * self.each
 
     def next(self) -> int:
         """The mask of the next instance."""
@@ -65,27 +76,30 @@ class Decision:
 class Table:
     """What the plan says of one call of a module: decisions by call site, and whether mode and hooks are needed at all.
 
-    `places`: what each call of torch's API in it needs (see ``_gate``); None where the gate did not see all: then mode and
+    `doors`: what each call of torch's API in it needs (see ``_gate``); None where the gate did not see all: then mode and
     hooks are on throughout.
     """
 
-    __slots__ = ("funcs", "gate", "hooks", "mode", "places", "sites", "unknown")
+    __slots__ = ("doors", "funcs", "gate", "hooks", "mode", "other", "sites")
 
     def __init__(
-        self, sites: dict[Site, Decision], mode: bool, hooks: bool, places: dict[Place, int] | None = None
+        self, sites: dict[Site, Decision], mode: bool, hooks: bool, doors: dict[Place, Door | None] | None = None
     ) -> None:
         self.sites = sites
         self.funcs = frozenset(site[0] for site in sites)
-        self.gate = places is not None and (mode or hooks)
+        self.gate = doors is not None and (mode or hooks)
         self.mode = mode and not self.gate
         self.hooks = hooks and not self.gate
-        self.places = places or {}
-        self.unknown = OPEN if self.gate else CLOSED
+        self.doors = doors or {}
+        self.other = unknown() if self.gate else CLOSED
 
-    @property
-    def off(self) -> bool:
-        """Is there nothing to do?"""
-        return not (self.mode or self.hooks or self.gate)
+    def reset(self) -> None:
+        """A new iteration begins: instances are counted anew."""
+        for decision in self.sites.values():
+            decision.count = 0
+        for door in self.doors.values():
+            if door is not None:
+                door.count = 0
 
 
 OFF = Table({}, False, False)
@@ -170,10 +184,10 @@ class Tape(Stackable):
     def use(self, table: Table) -> None:
         """From here on, until the next call of this, `table` says what to do; mode, hooks and gate follow."""
         self.table = table
-        self.gate.places, self.gate.unknown = table.places, table.unknown
+        self.gate.doors, self.gate.other = table.doors, table.other
         self.switch(table.mode, table.hooks, table.gate)
 
-    def opening(self, place: Place, code: Any, needs: int) -> tuple[bool, bool] | None:
+    def opening(self, place: Place, code: Any, turn: int, needs: int) -> tuple[bool, bool] | None:
         """See :class:`Stackable`."""
         before = mode, hooks = self.mode_on, self.hooks_on  # on where they could not be taken off from under others
         self.switch(mode or bool(needs & MODE), hooks or needs > MODE, True)

@@ -62,7 +62,8 @@ class OpCall:
     """Where in them."""
     keep: bool
     place: Place | None = None
-    """The call of torch's API that it belongs to."""
+    turn: int = 0
+    """The call of torch's API that it belongs to: its place in the code, how many were there before."""
     reuses: bool = False
     seconds: float = 0.0
 
@@ -76,6 +77,7 @@ class SavedTensor:
     layer: str
     call: int
     place: Place | None
+    turn: int
 
 
 @dataclass(slots=True)
@@ -147,6 +149,7 @@ class Recorder(Stackable):
         """Module calls under way: path, and which call of it."""
         self.functions: dict[tuple[str, int], dict[Place, int]] = {}
         """Calls of torch's API, by call of a module and place in the code."""
+        self.turn = 0
         self.codes: dict[int, Any] = {}
         """The code objects of these places, so that their identities stay theirs."""
         self._calls_of: dict[str, int] = {}
@@ -210,12 +213,12 @@ class Recorder(Stackable):
 
     # --- forward -------------------------------------------------------------------------------------------------------
 
-    def opening(self, place: Place, code: Any, needs: int) -> None:
+    def opening(self, place: Place, code: Any, turn: int, needs: int) -> None:
         """See :class:`Stackable`."""
-        if self.active:
-            self.codes[place[0]] = code
-            counts = self.functions.setdefault(self.layers[-1], {})
-            counts[place] = counts.get(place, 0) + 1
+        self.codes[place[0]] = code
+        counts = self.functions.setdefault(self.layers[-1], {})
+        self.turn = counts.get(place, 0)
+        counts[place] = self.turn + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -237,6 +240,7 @@ class Recorder(Stackable):
             call=self.layers[-1][1],
             site=self.site(id(func), frame),
             place=self.place,
+            turn=self.turn,
             sequence=compat.sequence_number() - 1,
             reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],
             made=[],
@@ -310,7 +314,7 @@ class Recorder(Stackable):
         if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
             return (tensor, tensor._version)
         index = len(self.saved)
-        self.saved.append(SavedTensor(self._storage(tensor), region(tensor), *self.layers[-1], self.place))
+        self.saved.append(SavedTensor(self._storage(tensor), region(tensor), *self.layers[-1], self.place, self.turn))
         content = self.tape.pack(tensor) if self.tape is not None else None
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)

@@ -57,14 +57,14 @@ class Stackable(compat.TensorMode):
         """The hook that autograd calls for each tensor it saves."""
         raise NotImplementedError
 
-    def opening(self, place: Place, code: Any, needs: int) -> tuple[bool, bool] | None:
+    def opening(self, place: Place, code: Any, turn: int, needs: int) -> tuple[bool, bool] | None:
         """A call comes through the gate. What mode and hooks are to be switched to when it has run, if that is not as now."""
         raise NotImplementedError
 
-    def inside(self, place: Place, code: Any, needs: int, func: Any, args: Any, kwargs: Any) -> Any:
+    def inside(self, place: Place, code: Any, turn: int, needs: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call that comes through the gate."""
         outer = self.place
-        before = self.opening(place, code, needs)
+        before = self.opening(place, code, turn, needs)
         self.place = place
         try:
             return func(*args, **kwargs)
