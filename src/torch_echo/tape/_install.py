@@ -21,7 +21,7 @@ from torch_echo.tape._stack import Site
 __all__ = ["Installed", "decide", "install_plan"]
 
 
-RERUN_SECONDS = 30e-6
+RERUN_SECONDS = 45e-6
 """Seconds that noting and re-running one op costs beyond its kernel."""
 
 GATE_SECONDS = 4e-6
@@ -30,9 +30,9 @@ GATE_SECONDS = 4e-6
 OPEN_SECONDS = 6e-6
 """Seconds more for a call that mode or hooks are on for."""
 
-MODE_SECONDS = 12e-6
-"""Seconds that the dispatch mode costs for an op that the plan leaves alone: twice what a loop over one small op shows,
-since between large kernels the interpreter's code and data are not in the processor's caches."""
+MODE_SECONDS = 10e-6
+"""Seconds that the dispatch mode costs for an op that the plan leaves alone. This and the others are twice what a loop over
+one small op shows: between large kernels the interpreter's code and data are not in the processor's caches."""
 
 HOOK_SECONDS = 10e-6
 """Seconds that the hooks cost for a saved tensor that is kept, in forward and backward together."""

@@ -435,6 +435,16 @@ class Passes:
         cls.touched.clear()
 
 
+def _run_all(recipes: list[Recipe], keep: bool) -> None:
+    """Run recipes from the last to the first."""
+    while recipes:
+        recipe = recipes.pop()
+        recipe.run(keep)
+        Passes.rerun += 1
+        if keep and Passes.sweeping():
+            Passes.touched.extend(recipe.outputs.values())
+
+
 def rebuild(slot: Slot) -> torch.Tensor:
     """The content of a dropped value: rebuilt if need be, with all that it needs. Iterative; cost: the ops re-run.
 
@@ -455,13 +465,11 @@ def rebuild(slot: Slot) -> torch.Tensor:
                     needed.append(recipe)
                     stack.extend(s for s in recipe.reads() if not s.available())
             needed.sort(key=lambda r: -r.order)
-            with Passes.unseen():
-                while needed:
-                    recipe = needed.pop()
-                    recipe.run(keep)
-                    Passes.rerun += 1
-                    if keep and Passes.sweeping():
-                        Passes.touched.extend(recipe.outputs.values())
+            if Passes.observer is None:
+                _run_all(needed, keep)
+            else:
+                with Passes.unseen():
+                    _run_all(needed, keep)
         tensor = slot.tensor
         assert tensor is not None
         if (

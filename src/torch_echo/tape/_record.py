@@ -348,12 +348,14 @@ class PeakMeter:
             self._freed.append(nbytes)
             compat.mark()
 
-    def stop(self) -> int:
-        """End; the peak in bytes, everything on the device included."""
+    def stop(self) -> int | None:
+        """End; the peak in bytes, everything on the device included. None if another thread interfered."""
         self._active = False
         self._profile.stop()
         memory, host, _ = self._profile.events(self._device)
         marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
+        if len(marks) != len(self._freed):
+            return None
         events = [(e.time, e.nbytes, e.ptr) for e in memory if abs(e.nbytes) != compat.MemoryProfile.MARK]
         events += [(e.time, -freed, 0) for e, freed in zip(marks, self._freed, strict=True)]
         events.sort(key=lambda e: e[0])

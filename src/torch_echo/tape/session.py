@@ -3,7 +3,8 @@
 Life of a session, counted in *iterations* (a forward pass, or several, up to and with the backward pass that follows; the
 optimizer's step belongs to it):
 
-1. ``WAIT``: the first iteration runs as plain PyTorch, so that lazy initialisation and optimizer state are over.
+1. ``WAIT``: the first two iterations (with a memory budget, one) run as plain PyTorch: lazy initialisation and optimizer state
+   are over then, and it is known how long a step takes.
 2. ``RECORD``: one iteration is watched (see ``_record``), then planned.
 3. ``CHECK``: the plan is in force, and the allocator is asked whether the peak is what the replay said. If it is off by more
    than 1%, the session records and plans once more.
@@ -54,8 +55,8 @@ RootCall = tuple[str, tuple[tuple[int, ...], ...]]
 MAX_RECORDS = 12
 """Recordings in the life of a session: each makes one step slow and is followed by planning."""
 
-EMPTY_RECORDS = 3
-"""Recordings in which nothing is saved, before a session gives up."""
+FAILED_RECORDS = 3
+"""Recordings that come to nothing, before a session gives up."""
 
 GROWTH = 1.25
 """Inputs larger by this factor than those of the recorded step make the session record and plan again."""
@@ -134,12 +135,15 @@ class Session:
         self.on_event = on_event or (lambda _: None)
         self.phase = Phase.WAIT
         self.iterations = 0
+        self.device: torch.device | None = None
+        self.warm_up = 1 if self._lean() else 2
+        """Iterations before the first recording. The first of all is slow: the second tells how long a step takes, where the
+        plan may add a fraction of that."""
         self.graph: TrainingGraph | None = None
         self.plan: Plan | None = None
         self.installed: Installed | None = None
         self.measured_peak: int | None = None
         self.unhandled: list[tuple[str, str, str]] = []
-        self.device: torch.device | None = None
         self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._local = _Local()
@@ -413,7 +417,7 @@ class Session:
         if not free:
             return
         if self.phase is Phase.WAIT:
-            if self.iterations >= 2:
+            if self.iterations > self.warm_up:
                 self._start_recording()
         elif self.phase in (Phase.CHECK, Phase.STEADY) and self._outgrown(first):
             self._start_recording()
@@ -521,7 +525,7 @@ class Session:
         recorder.stop()
         if not recorder.saved:
             self.phase = Phase.WAIT
-            if self._records >= EMPTY_RECORDS:
+            if self._records >= FAILED_RECORDS:
                 self.phase = Phase.OFF
                 self._note("training step", "autograd saved nothing that could be seen: compiled, or nothing to train")
             return
@@ -536,8 +540,10 @@ class Session:
             self._codes = recorder.codes
             self._make_plan(recorder)
             self._local.tape.trusted = frozenset(recorder.known)
-        except CaptureError as error:
-            self._give_up(str(error), error)
+        except CaptureError as error:  # another thread may have been in the way
+            self.phase = Phase.WAIT
+            if self._records >= FAILED_RECORDS or self.options.strict:
+                self._give_up(str(error), error)
         except BudgetInfeasible as error:
             self.phase = Phase.OFF
             self._failure = error
@@ -583,7 +589,7 @@ class Session:
             return
         meter, self._meter = self._meter, None
         peak = meter.stop()
-        if self.phase is not Phase.CHECK or self.plan is None or self._calls != self._recorded_calls:
+        if peak is None or self.phase is not Phase.CHECK or self.plan is None or self._calls != self._recorded_calls:
             return
         self.measured_peak = peak
         self.phase = Phase.STEADY
