@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch_echo.footprint import Replayer
-from torch_echo.graph import Phase, Save, TrainingGraph, Trait
+from torch_echo.graph import Op, Phase, Save, TrainingGraph, Trait
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._gate import CLOSED, HOOKS, MODE, Door, Place
 from torch_echo.tape._mode import OFF, Decision, Table
@@ -65,19 +65,26 @@ class _Sites:
         self.unseen: set[_Call] = set()
         """Calls in which ops or saves belong to no site: the gate can't serve them."""
         self.writes: dict[_Call, set[_Turn]] = {}
-        """Where something is overwritten."""
+        """Where something is overwritten that is older than the call."""
         self.packed: dict[int, list[Save]] = {}
         for i, site in enumerate(graph.sites):
             self.sites_of.setdefault((site.layer, site.call), []).append(i)
             self.calls_of[site.layer, site.call] += site.count
+        made: dict[int, _Turn] = {}  # by storage
+
+        def storages_of(op: Op) -> Iterator[int]:
+            return (graph.values[v].storage for v in op.writes)
+
         for op in graph.ops:
             if op.phase is Phase.FORWARD:
                 call = op.layer, op.call
+                for s in storages_of(op):
+                    made.setdefault(s, (op.site, op.turn))
                 self.ops[op.site, op.turn] += 1
                 self.ops_of[call] += 1
                 if op.site < 0:
                     self.unseen.add(call)
-                elif op.traits & Trait.MUTATES:
+                elif op.traits & Trait.MUTATES and any(made.get(v, ()) != (op.site, op.turn) for v in storages_of(op)):
                     self.writes.setdefault(call, set()).add((op.site, op.turn))
         for save in graph.saves:
             call = save.layer, save.call

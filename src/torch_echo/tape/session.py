@@ -38,6 +38,7 @@ from torch_echo.report.summary import Summary
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
+from torch_echo.tape._heap import keep_heap
 from torch_echo.tape._install import RERUN_SECONDS, Installed, engine_seconds, install_plan
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
@@ -562,6 +563,8 @@ class Session:
         )
         if isinstance(self._local.tape, OnlineTape):
             self._local.tape = Tape()
+        if self.device.type == "cpu" and self.plan.dropped:
+            keep_heap()
         self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
         self.phase = Phase.CHECK
         self.on_event("planned")
