@@ -26,12 +26,14 @@ class Handle:
     def report(self) -> Explanation:
         """Peak before and after, by layer and kind; each decision with its reason. Prints as a table.
 
-        Raises CaptureError before the plan is made, which happens at the start of the third training step.
+        Raises CaptureError before the plan is made, which happens when the third training step is complete (with a memory
+        budget, the second).
         """
         explanation = self._session.explanation()
         if explanation is None:
             raise CaptureError(
-                f"no plan yet: {self._session.iterations} training steps seen, the plan is made when the second is complete"
+                f"no plan yet: {self._session.iterations} training steps seen, the plan is made when "
+                f"{self._session.warm_up + 1} are complete"
             )
         return explanation
 
@@ -64,8 +66,8 @@ def apply(
 ) -> Handle:
     """Train `model` in less memory: feature maps of its forward pass are dropped and rebuilt in backward, bit-exactly.
 
-    The first two training steps run as plain PyTorch (the second is recorded); from the third on the plan is in force. Only
-    the model's own forward pass is taped: loss code outside of it is not.
+    The first three training steps run as plain PyTorch (the third is recorded), and then the plan is in force; with a memory
+    budget it is one step less. Only the model's own forward pass is taped: loss code outside of it is not.
 
     `memory_budget`: peak of the whole device to stay under: bytes, "8GiB", or a fraction of the device's memory; the plan with
     the least extra time that fits is taken. `max_overhead`: fraction of a step's time that rebuilding may add (default 0.05 if
@@ -100,12 +102,15 @@ def explain(step: Callable[[], Any], **options: Any) -> Explanation:
     session = Session(Options(**options), name="explain")
     session.watch_all()
     try:
-        while session.explanation() is None and session.iterations < 4 and session.phase is not Phase.OFF:
+        for _ in range(4):
             seen = session.iterations
             step()
             if session.iterations == seen:
                 raise CaptureError("the step called no module for training with gradients on, and ran no backward pass")
-        session.finish()
+            if session.phase is Phase.RECORD:
+                session.finish()
+            if session.explanation() is not None or session.phase is Phase.OFF:
+                break
         explanation = session.explanation()
     finally:
         session.close()
