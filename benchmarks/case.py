@@ -25,10 +25,11 @@ from benchmarks.workloads.base import Trainer
 from torch_echo import BudgetInfeasible
 from torch_echo.footprint import replay
 from torch_echo.graph import Phase, TrainingGraph, Trait
+from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.planning import Front, Point, front, plan
 from torch_echo.tape._install import engine_seconds, install_plan
-from torch_echo.tape._record import Recorder, live_bytes
+from torch_echo.tape._record import Recorder
 from torch_echo.tape.session import Phase as Stage
 from torch_echo.tape.session import Session
 

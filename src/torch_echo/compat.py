@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C._profiler import _EventType
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "MemoryEvent",
@@ -539,3 +542,76 @@ def profiler_running() -> bool:
     """Is a profiler active, so that a second one cannot start?"""
     running: bool = torch._C._autograd._profiler_enabled()
     return running
+
+
+# --- joint graphs of AOTAutograd -----------------------------------------------------------------------------------------
+
+
+def is_forward_node(node: fx.Node) -> bool:
+    """Does the node belong to the forward part of a joint graph?"""
+    if node.op == "placeholder":
+        return not is_backward_input(node)
+    return bool(node.meta.get("partitioner_tag") == "is_forward")
+
+
+def is_backward_input(node: fx.Node) -> bool:
+    """Is the placeholder one that only the backward part gets?"""
+    return "tangents" in str(node.target) or "bwd_" in str(node.target)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a fake tensor's storage, with the sizes that it was traced with."""
+    nbytes: Any = tensor.untyped_storage().nbytes()
+    if isinstance(nbytes, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+        return int(optimization_hint(nbytes, fallback=1))
+    return int(nbytes)
+
+
+def layer_of(node: fx.Node) -> str:
+    """Module path of a node in a joint graph; a backward node has that of the forward op that it belongs to."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _PATH_NOISE.sub("", path).strip(".")
+
+
+_PATH_NOISE = re.compile(r"L\['self'\]|L\['s'\]|L\['fn'\]|\._modules|\['|'\]|\[\"|\"\]|_orig_mod")
+
+
+def node_name(node: fx.Node) -> str:
+    """Name of the op that a node calls, as ``aten::name``."""
+    target = node.target
+    return op_name(target)[0] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def mutated_inputs(output: fx.Node) -> list[int | None]:
+    """For each output of a joint graph: the number of the primal that it is copied into when forward ends, or None."""
+    found: list[int | None] = []
+    for desc in output.meta["desc"]:
+        mutated = getattr(desc, "mutated_input", None)
+        found.append(getattr(mutated, "idx", -1) if mutated is not None else None)
+    return found
+
+
+def tag_recompute(node: fx.Node, recompute: bool) -> None:
+    """Tell PyTorch's partitioner what to do with a node of the forward pass. All share one region: no borders to save at."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = 0
+
+
+def partition(joint: fx.GraphModule, inputs: Any, tagged: bool, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's own extraction of forward and backward; by tags, or as it would without us."""
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    return (default_partition if tagged else min_cut_rematerialization_partition)(joint, inputs, **kwargs)
+
+
+def boxed_compiler(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """PyTorch's kernels, called in order; arguments are let go of as they are consumed."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    compiled: Callable[..., Any] = boxed_nop(module, inputs)
+    return compiled

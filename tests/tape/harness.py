@@ -21,11 +21,12 @@ from torch_echo import compat
 from torch_echo.footprint import Replayer, check_plan, replay
 from torch_echo.graph import Phase as OpPhase
 from torch_echo.graph import TrainingGraph
+from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.planning import Plan
 from torch_echo.tape._install import install_plan
 from torch_echo.tape._recipe import Passes
-from torch_echo.tape._record import PeakMeter, Recorder, live_bytes
+from torch_echo.tape._record import PeakMeter, Recorder
 from torch_echo.tape.session import Phase, Session
 
 __all__ = [

@@ -22,10 +22,10 @@ import torch_echo
 from torch_echo import compat
 from torch_echo.errors import BudgetInfeasible, CaptureError, UnsupportedDevice
 from torch_echo.options import Options
+from torch_echo.rules import _ELEMENTWISE, may_reuse, rule_of
 from torch_echo.tape._install import decide
 from torch_echo.tape._mode import Tape
 from torch_echo.tape._recipe import Passes, Recipe
-from torch_echo.tape._rules import _ELEMENTWISE, may_reuse, rule_of
 from torch_echo.tape.session import Session
 
 from .harness import (

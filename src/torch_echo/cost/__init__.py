@@ -16,6 +16,7 @@ from torch_echo.cost._flops import Work, work_of
 from torch_echo.cost._measured import MeasuredCost, measure
 from torch_echo.cost._model import COST_MODELS, CostModel, get_cost_model
 from torch_echo.cost._spec import Literal, OpSpec, SpecError, TensorSpec, materialize, spec_of
+from torch_echo.cost._workspace import Workspaces
 
 __all__ = [
     "COST_MODELS",
@@ -28,6 +29,7 @@ __all__ = [
     "SpecError",
     "TensorSpec",
     "Work",
+    "Workspaces",
     "cache_folder",
     "device_key",
     "get_cost_model",

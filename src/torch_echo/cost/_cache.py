@@ -28,7 +28,7 @@ __all__ = ["CostCache", "cache_folder", "device_key"]
 
 logger = logging.getLogger("torch_echo.cost")
 
-VERSION = 1
+VERSION = 2
 """Of the file's layout and of the way of measuring. Files of another version are replaced."""
 
 MAX_ENTRIES = 50_000
@@ -36,7 +36,7 @@ MAX_ENTRIES = 50_000
 
 _LOCK_SECONDS = 2.0
 
-_SECTIONS = ("ops", "rates")
+_SECTIONS = ("ops", "rates", "workspaces")
 
 
 def cache_folder() -> Path | None:

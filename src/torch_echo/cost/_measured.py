@@ -28,7 +28,7 @@ from torch_echo.cost._cache import CostCache
 from torch_echo.cost._flops import is_view, work_of, written
 from torch_echo.cost._spec import OpSpec, materialize
 
-__all__ = ["MeasuredCost", "measure", "scrubber"]
+__all__ = ["MeasuredCost", "measure", "refusal", "scrubber", "undisturbed"]
 
 logger = logging.getLogger("torch_echo.cost")
 
@@ -97,7 +97,7 @@ class MeasuredCost:
         found = self._cache.get("ops", key)
         if found is not None:
             return found
-        reason = _refusal(func, spec)
+        reason = refusal(func, spec)
         if reason is None:
             try:
                 if self._scrub is None or self._scrub.device != spec.device():
@@ -113,7 +113,7 @@ class MeasuredCost:
         return self._estimate.seconds(func, spec)
 
 
-def _refusal(func: Any, spec: OpSpec) -> str | None:
+def refusal(func: Any, spec: OpSpec) -> str | None:
     """Why an op must not be run on made-up data; None if it may."""
     namespace = spec.op.partition(".")[0]
     if namespace not in _SAFE_NAMESPACES:
@@ -154,7 +154,7 @@ def measure(
     raises on made-up data.
     """
     device = spec.device()
-    with _undisturbed(device):
+    with undisturbed(device):
         generator = torch.Generator(device=device).manual_seed(0)
         args, kwargs = materialize(spec, generator)
         restore = _restorer(func, args, kwargs)
@@ -242,7 +242,7 @@ def _restorer(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Callable[[]
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Below autograd, autocast and dispatch modes; afterwards random generators stand where they stood."""
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
+from torch_echo.rules import Rule, may_reuse, rule_of
 from torch_echo.tape._gate import CLOSED, MODE, Door, Place, unknown
 from torch_echo.tape._recipe import (
     NO_KWARGS,
@@ -28,7 +29,6 @@ from torch_echo.tape._recipe import (
     tensors_in,
     written,
 )
-from torch_echo.tape._rules import Rule, may_reuse, rule_of
 from torch_echo.tape._stack import Site, Stackable, overwritten, unpack
 
 __all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "unpack"]

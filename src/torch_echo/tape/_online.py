@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from torch_echo import compat
+from torch_echo.rules import rule_of
 from torch_echo.tape._mode import Tape
 from torch_echo.tape._recipe import NO_KWARGS, tensors_in
-from torch_echo.tape._rules import rule_of
 from torch_echo.tape._stack import Site, unpack
 
 __all__ = ["OnlineTape"]

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_echo import compat
-from torch_echo.tape._rules import Rule
+from torch_echo.rules import Rule
 
 __all__ = [
     "NO_KWARGS",

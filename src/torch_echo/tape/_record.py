@@ -22,13 +22,14 @@ import torch
 from torch_echo import compat
 from torch_echo.cost import OpSpec, spec_of
 from torch_echo.graph import Kind
+from torch_echo.memory import live_bytes
+from torch_echo.rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._gate import Place
 from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
-from torch_echo.tape._rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._stack import Site, Stackable, unpack
 
-__all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage", "live_bytes"]
+__all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage"]
 
 
 @dataclass(slots=True)
@@ -369,20 +370,3 @@ class PeakMeter:
             live += nbytes
             peak = max(peak, live)
         return peak
-
-
-def live_bytes(device: torch.device) -> int:
-    """Bytes of `device`'s memory that live tensors hold. Exact at the allocator on CUDA; on CPU all storages that Python's
-    collector can reach, gradients included. Cost: one pass over all objects."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    seen: dict[int, int] = {}
-    for obj in gc.get_objects():
-        # isinstance() would ask obj.__class__, which proxies answer with arbitrary code
-        if issubclass(type(obj), torch.Tensor):
-            for t in (obj, obj.grad if obj.is_leaf else None):
-                if t is not None and t.device.type == device.type:
-                    key = compat.storage_key(t)
-                    if key != -1:
-                        seen[key] = t.untyped_storage().nbytes()
-    return sum(seen.values())

@@ -1,0 +1,253 @@
+"""From the joint graph of AOTAutograd to a :class:`TrainingGraph`.
+
+The joint graph holds forward, then backward, as functions of *primals* (parameters, buffers, inputs) and *tangents*. Its nodes
+carry fake tensors, whose storages tell what aliases what. Time is counted in two ticks a node: what it makes is there from its
+first, what it was the last to read is gone with its second. That is how the code that FX generates runs, if arguments are boxed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_echo import compat
+from torch_echo.cost import CostModel, SpecError, Workspaces, spec_of, work_of
+from torch_echo.errors import CaptureError
+from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
+from torch_echo.rules import nondeterministic_on, rule_of
+
+__all__ = ["Capture", "capture"]
+
+
+@dataclass
+class Capture:
+    """A training graph, and how its values are found in the joint graph."""
+
+    graph: TrainingGraph
+    op_of: dict[fx.Node, int] = field(default_factory=dict)
+    """The op that a node of the forward pass is."""
+    value_of: dict[fx.Node, int] = field(default_factory=dict)
+    """The value that a node of the forward pass makes, or a view of which it is."""
+    stale: set[fx.Node] = field(default_factory=set)
+    """Nodes that read an input which the forward pass overwrites at its end: backward would find other contents."""
+
+
+def capture(
+    joint: fx.GraphModule, num_fwd_outputs: int, cost: CostModel | None = None, workspaces: Workspaces | None = None
+) -> Capture:
+    """The training graph of a joint graph. Ops get the seconds of `cost` and the bytes of `workspaces`.
+
+    Raises CaptureError for what is not understood: a node that is neither a tensor's nor a symbol's.
+    """
+    return _Walk(joint, num_fwd_outputs, cost, workspaces).run()
+
+
+class _Walk:
+    def __init__(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, cost: CostModel | None, workspaces: Workspaces | None
+    ) -> None:
+        self.nodes = list(joint.graph.nodes)
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+        self.cost = cost
+        self.workspaces = workspaces
+        self.graph = TrainingGraph(ticks=2 * len(self.nodes))
+        self.found = Capture(self.graph)
+        outputs = self.nodes[-1].args[0]
+        self.returned = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
+        self.gradients = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
+        self.boundary = 1 + max((i for i, n in enumerate(self.nodes) if compat.is_forward_node(n)), default=-1)
+        """Nodes from here on are backward's."""
+        self.storages: dict[int, int] = {}
+        """Graph storage of each fake storage."""
+        self.values: dict[int, int] = {}
+        """Value of each graph storage."""
+        self.last_read: dict[int, int] = {}
+        """Last tick at which a graph storage is used."""
+        self.last_forward: dict[int, int] = {}
+        """The same, in forward."""
+        self.classes: dict[tuple[str, str], int] = {}
+        self.counts: list[int] = []
+
+    def run(self) -> Capture:
+        for i, node in enumerate(self.nodes):
+            if node.op == "placeholder":
+                self._placeholder(i, node)
+            elif node.op in ("call_function", "get_attr"):
+                self._call(i, node)
+            elif node.op != "output":
+                raise CaptureError(f"{node.op} node {node.name} in the joint graph")
+        self._lifetimes()
+        graph = self.graph
+        begin = 2 * self.boundary
+        graph.passes = [BackwardPass(begin, graph.ticks)] if begin < graph.ticks else []
+        graph.step_seconds = sum(op.seconds for op in graph.ops)
+        graph.meta = {"engine": "compile", "torch": torch.__version__}
+        graph.check()
+        return self.found
+
+    # --- storages ----------------------------------------------------------------------------------------------------
+
+    def _storage(self, tensor: torch.Tensor, kind: Kind, layer: str, alloc: int) -> tuple[int, bool]:
+        """Graph storage of a fake tensor, and whether it is new."""
+        key = compat.storage_key(tensor)
+        known = self.storages.get(key) if key != -1 else None
+        if known is not None:
+            return known, False
+        nbytes = compat.storage_bytes(tensor)
+        self.graph.storages.append(Storage(nbytes, kind, layer, alloc, self.graph.ticks))
+        number = len(self.graph.storages) - 1
+        if key != -1:
+            self.storages[key] = number
+        return number, True
+
+    def _placeholder(self, i: int, node: fx.Node) -> None:
+        tensor = node.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            return
+        tangent = compat.is_backward_input(node)
+        kind = Kind.GRADIENT if tangent else Kind.INPUT
+        alloc = 2 * self.boundary if tangent else -1
+        s, new = self._storage(tensor, kind, "", alloc)
+        if new:
+            self.values[s] = len(self.graph.values)
+            self.graph.values.append(Value(s, 0, -1))
+        if not tangent:
+            self.found.value_of[node] = self.values[s]
+
+    # --- ops -----------------------------------------------------------------------------------------------------------
+
+    def _call(self, i: int, node: fx.Node) -> None:
+        start, end = 2 * i, 2 * i + 1
+        layer = compat.layer_of(node)
+        forward = i < self.boundary
+        reads = self._reads(node, end, forward)
+        tensors = list(_tensors(node.meta.get("val")))
+        made: list[int] = []
+        here: list[int] = []
+        for t in tensors:
+            s, new = self._storage(t, Kind.FEATURE_MAP if forward else Kind.GRADIENT, layer, start)
+            here.append(s)
+            self.last_read[s] = max(self.last_read.get(s, -1), end)
+            if new:
+                made.append(s)
+        if forward and made:
+            op = self._op(node, layer, Phase.FORWARD, start, end, reads)
+            op.traits |= self._traits(node, tensors)
+            if op.traits & Trait.RANDOM:
+                if tensors[0].device.type == "cuda":
+                    self.graph.rng_state_bytes = 0  # seed and offset
+                op.workspace += self.graph.rng_state_bytes  # the generator's own state, while it is set back
+            for s in made:
+                self.values[s] = len(self.graph.values)
+                self.graph.values.append(Value(s, 0, len(self.graph.ops)))
+            op.writes = tuple(self.values[s] for s in made)
+            self.graph.ops.append(op)
+            self.found.op_of[node] = len(self.graph.ops) - 1
+        elif not forward and tensors and node.target is not getitem:
+            self.graph.ops.append(self._op(node, layer, Phase.BACKWARD, start, end, reads))
+        if not forward:
+            self._save(reads, start, end)
+        elif len(here) == 1 and here[0] in self.values:
+            self.found.value_of[node] = self.values[here[0]]
+
+    def _save(self, reads: list[int], start: int, end: int) -> None:
+        """Backward reads these values."""
+        graph = self.graph
+        for v in reads:
+            if graph.values[v].producer >= 0:
+                layer = graph.storages[graph.values[v].storage].layer
+                graph.saves.append(Save(v, 2 * self.boundary, start, end, len(graph.ops) - 1, layer))
+
+    def _op(self, node: fx.Node, layer: str, phase: Phase, start: int, end: int, reads: list[int]) -> Op:
+        name = compat.node_name(node)
+        key = (name, layer)
+        cls = self.classes.setdefault(key, len(self.graph.classes))
+        if cls == len(self.graph.classes):
+            self.graph.classes.append(OpClass(name, layer, (cls,)))
+            self.counts.append(0)
+        op = Op(name, layer, phase, cls, self.counts[cls], start, end, tuple(reads))
+        self.counts[cls] += 1
+        if not isinstance(node.target, torch._ops.OpOverload):
+            op.traits |= Trait.KEEP
+            return op
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[arg-type]
+        try:
+            spec = spec_of(node.target, args, kwargs)
+        except SpecError:
+            op.traits |= Trait.KEEP
+            return op
+        work = work_of(node.target, spec)
+        op.flops, op.bytes_moved = work.flops, work.bytes_moved
+        if self.cost is not None:
+            op.seconds = self.cost.seconds(node.target, spec)
+        if self.workspaces is not None and (nbytes := self.workspaces.nbytes(node.target, spec)):
+            op.workspace = nbytes
+            self.graph.storages.append(Storage(nbytes, Kind.TEMPORARY, layer, start, end))
+        return op
+
+    def _traits(self, node: fx.Node, tensors: list[torch.Tensor]) -> Trait:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+            return Trait.KEEP
+        rule = rule_of(target)
+        if nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
+            return Trait.KEEP
+        return Trait.RANDOM if rule.random else Trait.NONE
+
+    def _reads(self, node: fx.Node, tick: int, forward: bool) -> list[int]:
+        """Values whose storages a node uses, as a view or for their contents."""
+        reads: dict[int, None] = {}
+        for source in node.all_input_nodes:
+            for t in _tensors(source.meta.get("val")):
+                s = self.storages.get(compat.storage_key(t), -1)
+                self.last_read[s] = max(self.last_read.get(s, -1), tick)
+                if forward:
+                    self.last_forward[s] = max(self.last_forward.get(s, -1), tick)
+                if s in self.values:
+                    reads[self.values[s]] = None
+        return list(reads)
+
+    # --- lives -----------------------------------------------------------------------------------------------------------
+
+    def _lifetimes(self) -> None:
+        graph = self.graph
+        outlive = set()
+        overwritten = set()
+        for node, mutated in zip(self.returned, compat.mutated_inputs(self.nodes[-1]), strict=False):
+            for t in _tensors(node.meta.get("val")):
+                s = self.storages.get(compat.storage_key(t), -1)
+                if mutated is None:
+                    outlive.add(s)
+                else:  # copied into the input when forward ends
+                    self.last_read[s] = max(self.last_read.get(s, -1), 2 * self.boundary - 1)
+                    self.last_forward[s] = 2 * self.boundary - 1
+            if mutated is not None:
+                overwritten.add(mutated)
+        for node in self.gradients:
+            outlive |= {self.storages.get(compat.storage_key(t), -1) for t in _tensors(node.meta.get("val"))}
+        for i, storage in enumerate(graph.storages):
+            if storage.alloc < 0 or storage.kind is Kind.TEMPORARY:
+                continue
+            storage.free = graph.ticks if i in outlive else max(self.last_read.get(i, -1), storage.alloc + 1)
+            if i in self.values:
+                end = graph.ticks if i in outlive else self.last_forward.get(i, storage.alloc + 1)
+                storage.held = max(storage.alloc, min(end, storage.free))
+        primals = [n for n in self.nodes if n.op == "placeholder" and not compat.is_backward_input(n)]
+        for number in overwritten:
+            node = primals[number]
+            if node in self.found.value_of:
+                graph.values[self.found.value_of[node]].keepable = False
+                self.found.stale |= {user for user in node.users if self.index[user] < self.boundary}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

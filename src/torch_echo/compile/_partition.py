@@ -1,0 +1,93 @@
+"""A partitioner for AOTAutograd: plans a joint graph and has PyTorch split it accordingly.
+
+The plan is written as recompute tags on the nodes of the forward pass, all in one region, for PyTorch's own partitioner, which
+knows how to extract the two graphs, to replay random numbers and to put what is recomputed just before its first reader.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_echo import compat
+from torch_echo.compile._capture import Capture, capture
+from torch_echo.cost import CostCache, Workspaces, device_key, get_cost_model
+from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
+from torch_echo.footprint import replay
+from torch_echo.options import Options
+from torch_echo.planning import Plan, plan
+from torch_echo.report.explanation import Explanation
+
+__all__ = ["Partitioner", "plans"]
+
+plans: list[Explanation] = []
+"""Of the graphs that were compiled in this process, in order."""
+
+
+class Partitioner:
+    """Called by AOTAutograd with each joint graph. `options` as for the tape."""
+
+    def __init__(self, options: Options, live: Callable[[torch.device], int]) -> None:
+        self.options = options
+        self.live = live
+
+    def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        try:
+            joint.graph.eliminate_dead_code()
+            device = _device_of(joint)
+            cost = get_cost_model(self.options.cost, device)
+            workspaces = Workspaces(CostCache(device_key(device)))
+            found = capture(joint, kwargs["num_fwd_outputs"], cost, workspaces)
+            cost.save()
+            workspaces.save()
+            made = self._plan(found, device)
+        except BudgetInfeasible:
+            raise
+        except TorchEchoError as error:
+            if self.options.strict:
+                raise
+            warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
+            return compat.partition(joint, inputs, tagged=False, **kwargs)
+        tag(found, made)
+        return compat.partition(joint, inputs, tagged=True, **kwargs)
+
+    def _plan(self, found: Capture, device: torch.device) -> Plan:
+        graph, options = found.graph, self.options
+        own = sum(s.nbytes for s in graph.storages if s.alloc < 0)
+        graph.base_bytes = max(0, self.live(device) - own)
+        made = plan(
+            graph,
+            budget=options.budget_bytes(device),
+            max_overhead=options.max_overhead,
+            policy=options.policy,
+            on_infeasible=options.on_infeasible,
+        )
+        plans.append(Explanation(graph, made, replay(graph), replay(graph, made.dropped)))
+        return made
+
+
+def tag(found: Capture, made: Plan) -> None:
+    """Write a plan on the nodes of a joint graph. What reads an input that is overwritten is kept, whatever the plan says."""
+    graph = found.graph
+    rerun = set(made.rerun)
+    for node, value in found.value_of.items():
+        if node.op != "placeholder":
+            producer = graph.values[value].producer
+            again = value in made.dropped or (producer < 0 and node not in found.stale)
+            compat.tag_recompute(node, again and node not in found.stale)
+    for node, op in found.op_of.items():
+        if node not in found.value_of:  # several outputs
+            compat.tag_recompute(node, op in rerun)
+
+
+def _device_of(joint: fx.GraphModule) -> torch.device:
+    devices = {t.device for n in joint.graph.nodes if isinstance(t := n.meta.get("val"), torch.Tensor)}
+    kinds = {d.type for d in devices}
+    other = kinds - {"cpu", "cuda"}
+    if other or not kinds:
+        raise CaptureError(f"tensors on {', '.join(sorted(other)) or 'no device'}; torch-echo handles cpu and cuda")
+    return next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
