@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 
 import pytest
@@ -124,7 +123,7 @@ class TestPeak:
 
     def test_an_infeasible_budget(self) -> None:
         step = stepper(Block(), torch.randn(4, 16, 32), memory_budget=1024, cost="analytic")
-        with pytest.raises(Exception, match="1.0 KiB") as caught:
+        with pytest.raises(Exception, match=r"1\.0 KiB") as caught:
             step()
         assert isinstance(caught.value, BudgetInfeasible) or "BudgetInfeasible" in str(caught.value)
 
@@ -218,6 +217,6 @@ class TestErrors:
             run(torch.randn(2, 4)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
         torch._dynamo.reset()
-        with warnings.catch_warnings(), pytest.raises(Exception, match="no such thing"):
-            warnings.simplefilter("error")
-            torch.compile(model, backend=echo_eager, options={"strict": True})(torch.randn(2, 4)).sum().backward()
+        strict = torch.compile(model, backend=echo_eager, options={"strict": True})
+        with pytest.raises(Exception, match="no such thing"):
+            strict(torch.randn(2, 4)).sum().backward()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -86,6 +87,35 @@ class TestGate:
             assert len(session.plan.rerun) == count
         assert seen == ["aten::tanh"] * count
         assert packed == count  # its result: sigmoid saves its own
+
+    def test_functions_of_torch_that_are_written_in_python(self) -> None:
+        """Two calls at two places run the same code of torch; the first of each keeps what the second drops."""
+
+        class Pools(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                for _ in range(2):
+                    x = F.dropout(F.max_pool2d(self.conv(x), 2), 0.5)
+                x = F.dropout(torch.tanh(x), 0.5)
+                return x
+
+        def choose(graph: TrainingGraph) -> set[int]:
+            pools = [op for op in graph.ops if op.name == "aten::max_pool2d_with_indices"]
+            masks = [op for op in graph.ops if op.name in ("aten::empty_like", "aten::bernoulli_", "aten::div_")]
+            return {w for op in (*pools[1:], *masks[3:]) for w in op.writes}
+
+        model = Pools()
+        with forced(model, choose) as session:
+            for i in range(5):
+                before = Passes.rerun
+                model.zero_grad()
+                model(normal(i, 4, 2, 16, 16)).square().mean().backward()
+            assert session.plan is not None
+            assert Passes.rerun - before == len(session.plan.rerun) == 1 + 2 * 3
+            assert session.measured_peak == session.plan.peak
 
     def test_longer_than_recorded(self) -> None:
         """The turns after those that are known follow the class."""

@@ -133,7 +133,7 @@ class _Sites:
             return None
         there: dict[Place, list[Decision]] = {}
         for site, decision in decisions.items():
-            there.setdefault(site[1:], []).append(decision)
+            there.setdefault(_place(site), []).append(decision)
         doors: dict[Place, Door | None] = {}
         for s in self.sites_of.get(call, ()):
             turns = [
@@ -142,6 +142,11 @@ class _Sites:
             place: Any = self.graph.sites[s].place
             doors[place] = _door(turns, there.get(place, []))
         return doors
+
+
+def _place(site: Site) -> Place:
+    _, code, inner, outer, *_ = site
+    return code, inner, outer
 
 
 def _door(turns: list[int], decisions: list[Decision]) -> Door | None:
@@ -240,7 +245,7 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
                 if known is not None and door is not None:
                     known.beyond |= door.beyond
                 elif known is None:
-                    there_too = [d for site, d in later.items() if site[1:] == place]
+                    there_too = [d for site, d in later.items() if _place(site) == place]
                     everywhere[place] = Door([], door.beyond, there_too) if door is not None else CLOSED
         tables[layer] += [OFF] * (calls.get(layer, 0) - len(tables[layer]))
         hooks = any(needs[call].hooks for call in needs if call[0] == layer)

@@ -16,8 +16,9 @@ from torch_echo.tape._gate import Gate, Place
 
 __all__ = ["Site", "Stackable", "overwritten", "unpack"]
 
-Site = tuple[int, int, int, int]
-"""An op's place in the code: the op (by identity), then as in `Place`."""
+Site = tuple[int, ...]
+"""An op's place in the code: the op (by identity), then as in `Place`; where the call that came through the gate is one of
+torch's functions written in Python, also code object and instruction in there."""
 
 
 def unpack(handle: Any) -> torch.Tensor:
@@ -75,8 +76,10 @@ class Stackable(compat.TensorMode):
 
     def site(self, func: int, frame: Any) -> Site:
         """Where in the code an op is called: `frame` is that which called it."""
-        if self.place is not None and frame.f_code is _INSIDE:
-            return (func, *self.place)
+        if self.place is not None:
+            if frame.f_code is _INSIDE:
+                return (func, *self.place)
+            return (func, *self.place, id(frame.f_code), frame.f_lasti)
         back = frame.f_back
         return func, id(frame.f_code), frame.f_lasti, -1 if back is None else back.f_lasti
 
