@@ -236,7 +236,7 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
                 continue
             decisions = sites.get(layer, {}).get(i, {})
             doors = index.doors((layer, i), need, decisions)
-            tables[layer].append(Table(decisions, bool(decisions), bool(need.hooks), doors))
+            tables[layer].append(Table(decisions, bool(decisions), bool(need.hooks), doors, bool(layer)))
             if doors is None or everywhere is None:
                 everywhere = None
                 continue
@@ -249,7 +249,7 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
                     everywhere[place] = Door([], door.beyond, there_too) if door is not None else CLOSED
         tables[layer] += [OFF] * (calls.get(layer, 0) - len(tables[layer]))
         hooks = any(needs[call].hooks for call in needs if call[0] == layer)
-        after[layer] = Table(later, layer in sites, hooks, everywhere)
+        after[layer] = Table(later, layer in sites, hooks, everywhere, bool(layer))
     return Installed(tables, after)
 
 

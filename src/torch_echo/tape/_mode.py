@@ -77,19 +77,24 @@ class Table:
     """What the plan says of one call of a module: decisions by call site, and whether mode and hooks are needed at all.
 
     `doors`: what each call of torch's API in it needs (see ``_gate``); None where the gate did not see all: then mode and
-    hooks are on throughout.
+    hooks are on throughout. `gate`: was there one in the recorded step? The places of ops are told by it.
     """
 
     __slots__ = ("doors", "funcs", "gate", "hooks", "mode", "other", "sites")
 
     def __init__(
-        self, sites: dict[Site, Decision], mode: bool, hooks: bool, doors: dict[Place, Door | None] | None = None
+        self,
+        sites: dict[Site, Decision],
+        mode: bool,
+        hooks: bool,
+        doors: dict[Place, Door | None] | None = None,
+        gate: bool = True,
     ) -> None:
         self.sites = sites
         self.funcs = frozenset(site[0] for site in sites)
-        self.gate = doors is not None and (mode or hooks)
-        self.mode = mode and not self.gate
-        self.hooks = hooks and not self.gate
+        self.gate = gate and (mode or hooks)
+        self.mode = mode and doors is None
+        self.hooks = hooks and doors is None
         self.doors = doors or {}
         self.other = unknown() if self.gate else CLOSED
 
