@@ -587,12 +587,26 @@ def node_name(node: fx.Node) -> str:
     return op_name(target)[0] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
-def mutated_inputs(output: fx.Node) -> list[int | None]:
-    """For each output of a joint graph: the number of the primal that it is copied into when forward ends, or None."""
-    found: list[int | None] = []
-    for desc in output.meta["desc"]:
+def mutated_inputs(joint: fx.Graph) -> list[fx.Node | None]:
+    """For each output of a joint graph: the primal that it is copied into when forward ends, or None."""
+    nodes = list(joint.nodes)
+    by_desc = {node.meta["desc"]: node for node in nodes if node.op == "placeholder" and "desc" in node.meta}
+    found: list[fx.Node | None] = []
+    for desc in nodes[-1].meta["desc"]:
         mutated = getattr(desc, "mutated_input", None)
-        found.append(getattr(mutated, "idx", -1) if mutated is not None else None)
+        found.append(by_desc[mutated] if mutated is not None else None)
+    return found
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node's op overwrites."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node)]
     return found
 
 

@@ -70,6 +70,8 @@ class _Walk:
         """Last tick at which a graph storage is used."""
         self.last_forward: dict[int, int] = {}
         """The same, in forward."""
+        self.overwritten: set[fx.Node] = set()
+        """Primals that the forward pass writes to, in the graph or when it has ended."""
         self.classes: dict[tuple[str, str], int] = {}
         self.counts: list[int] = []
 
@@ -127,6 +129,10 @@ class _Walk:
         forward = i < self.boundary
         reads = self._reads(node, end, forward)
         tensors = list(_tensors(node.meta.get("val")))
+        for written in compat.written_nodes(node):
+            if written.op != "placeholder":
+                raise CaptureError(f"{node.name} overwrites {written.name}: the joint graph is not functional")
+            self.overwritten.add(written)
         made: list[int] = []
         here: list[int] = []
         for t in tensors:
@@ -217,8 +223,7 @@ class _Walk:
     def _lifetimes(self) -> None:
         graph = self.graph
         outlive = set()
-        overwritten = set()
-        for node, mutated in zip(self.returned, compat.mutated_inputs(self.nodes[-1]), strict=False):
+        for node, mutated in zip(self.returned, compat.mutated_inputs(self.nodes[-1].graph), strict=False):
             for t in _tensors(node.meta.get("val")):
                 s = self.storages.get(compat.storage_key(t), -1)
                 if mutated is None:
@@ -227,7 +232,7 @@ class _Walk:
                     self.last_read[s] = max(self.last_read.get(s, -1), 2 * self.boundary - 1)
                     self.last_forward[s] = 2 * self.boundary - 1
             if mutated is not None:
-                overwritten.add(mutated)
+                self.overwritten.add(mutated)
         for node in self.gradients:
             outlive |= {self.storages.get(compat.storage_key(t), -1) for t in _tensors(node.meta.get("val"))}
         for i, storage in enumerate(graph.storages):
@@ -237,9 +242,7 @@ class _Walk:
             if i in self.values:
                 end = graph.ticks if i in outlive else self.last_forward.get(i, storage.alloc + 1)
                 storage.held = max(storage.alloc, min(end, storage.free))
-        primals = [n for n in self.nodes if n.op == "placeholder" and not compat.is_backward_input(n)]
-        for number in overwritten:
-            node = primals[number]
+        for node in self.overwritten:
             if node in self.found.value_of:
                 graph.values[self.found.value_of[node]].keepable = False
                 self.found.stale |= {user for user in node.users if self.index[user] < self.boundary}
