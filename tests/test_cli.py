@@ -155,3 +155,12 @@ class TestHelp:
         done = cli(*args)
         assert (done.returncode, done.stderr) == (0, "")
         assert "Usage: torch-echo" in done.stdout
+
+
+class TestEnv:
+    def test_what_a_bug_report_needs(self, cli: Cli) -> None:
+        done = cli("env", TORCH_ECHO_MAX_OVERHEAD="0.3")
+        assert (done.returncode, done.stderr) == (0, "")
+        found = dict(line.split(":", 1) for line in done.stdout.splitlines() if not line.startswith("cuda:"))
+        assert {"torch-echo", "python", "torch", "platform", "cpu", "memory", "ortools", "cost cache"} <= found.keys()
+        assert found["TORCH_ECHO_MAX_OVERHEAD"].strip() == "0.3"

@@ -111,6 +111,15 @@ def _explain(graph_file: str, **given: Any) -> None:
     click.echo(str(explanation))
 
 
+@_cli.command("env", short_help="What a bug report needs to say of this machine.")
+def _env() -> None:
+    """Print versions, devices and settings, for a bug report."""
+    from torch_echo.report.environment import environment
+
+    for name, value in environment().items():
+        click.echo(f"{name + ':':26} {value}")
+
+
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 

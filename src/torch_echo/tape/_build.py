@@ -6,6 +6,7 @@ end, what autograd saves, reads and lets go, and when the script's own reference
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
@@ -97,6 +98,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     entry = top = 0
     rebuilding = False
     rebuilt: set[int] = set()
+    rebuilds: list[tuple[int, int]] = []  # times at which they begin and end
     for tick, (_, is_mark, ptr, nbytes) in enumerate(events):
         if not is_mark:
             if rebuilding and nbytes > 0:
@@ -141,6 +143,10 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
             walk.died[mark.payload] = tick
         elif mark.what in ("rebuild", "rebuilt"):
             rebuilding = mark.what == "rebuild"
+            if rebuilding:
+                rebuilds.append((times[tick], times[tick]))
+            else:
+                rebuilds[-1] = (rebuilds[-1][0], times[tick])
         elif mark.what == "backward":
             keep_graph.append(BackwardPass(tick, tick, bool(mark.payload)))
         elif mark.what == "done":
@@ -150,7 +156,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     forward_ops = len(graph.ops)
     graph.saves = [s for s in saves if s.value >= 0]
     graph.passes = [p for p in keep_graph if p.end > p.start]
-    _add_backward(graph, nodes, times, sequences)
+    _add_backward(graph, nodes, times, sequences, rebuilds)
     _link_readers(graph, forward_ops)
     _classify(graph, walk, recorder, forward_ops)
     graph.base_bytes = max(0, recorder.base_bytes - sum(s.nbytes for s in graph.storages if s.alloc < 0))
@@ -270,9 +276,16 @@ def _value(walk: _Walk, recorder: Recorder, s: int) -> int:
 
 
 def _add_backward(
-    graph: TrainingGraph, nodes: list[compat.NodeEvent], times: list[int], sequences: dict[int, int]
+    graph: TrainingGraph,
+    nodes: list[compat.NodeEvent],
+    times: list[int],
+    sequences: dict[int, int],
+    rebuilds: list[tuple[int, int]],
 ) -> None:
-    """Autograd nodes become ops of the backward phase, in the layer of the forward op that they belong to."""
+    """Autograd nodes become ops of the backward phase, in the layer of the forward op that they belong to. What was rebuilt
+    while the step was recorded is not counted in their durations."""
+    begins = [begin for begin, _ in rebuilds]
+    spent = [0, *itertools.accumulate(end - begin for begin, end in rebuilds)]
     classes: dict[tuple[str, str], int] = {}
     counts: dict[int, int] = {}
     for node in nodes:
@@ -287,7 +300,8 @@ def _add_backward(
             graph.classes.append(OpClass(node.name, layer))
         instance = counts.get(cls, 0)
         counts[cls] = instance + 1
-        seconds = (node.end - node.start) * 1e-9
+        inside = spent[bisect_right(begins, node.end)] - spent[bisect_left(begins, node.start)]
+        seconds = (node.end - node.start - inside) * 1e-9
         graph.ops.append(Op(node.name, layer, Phase.BACKWARD, cls, instance, start, max(start, end), seconds=seconds))
 
 
