@@ -238,6 +238,8 @@ class Session:
                 raise UnsupportedDevice(f"{type(model).__name__} is on {device}; torch-echo handles cpu and cuda")
             if self.device is None:
                 self.device = device
+                if device.type == "cpu":
+                    keep_heap()  # now, so that the steps before the plan, which tell how long a step takes, are like those after it
         self._roots[name] = weakref.ref(model)
         for path, module in model.named_modules():
             known = entries.get(id(module))
@@ -563,8 +565,6 @@ class Session:
         )
         if isinstance(self._local.tape, OnlineTape):
             self._local.tape = Tape()
-        if self.device.type == "cpu" and self.plan.dropped:
-            keep_heap()
         self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
         self.phase = Phase.CHECK
         self.on_event("planned")
