@@ -24,10 +24,13 @@ __all__ = [
     "MemoryProfile",
     "NodeEvent",
     "StorageWeakRef",
+    "ModeStack",
     "TensorMode",
     "alias",
     "below_autograd",
     "current_node",
+    "dispatch_modes",
+    "function_modes",
     "functorch_active",
     "hooks_enabled",
     "mark",
@@ -35,10 +38,8 @@ __all__ = [
     "no_dispatch",
     "node_sequence",
     "pop_hooks",
-    "pop_mode",
     "profiler_running",
     "push_hooks",
-    "push_mode",
     "sequence_number",
     "storage_key",
     "version_token",
@@ -47,70 +48,59 @@ __all__ = [
 
 CPU = torch.device("cpu")
 
-push_mode = torch._C._push_on_torch_dispatch_stack
+
+class ModeStack:
+    """This thread's stack of modes of one sort."""
+
+    def __init__(
+        self, push: Callable[[Any], None], pop: Callable[[], Any], length: Callable[[], int], at: Callable[[int], Any]
+    ) -> None:
+        self.push = push
+        self.pop = pop
+        self._length = length
+        self._at = at
+
+    def top(self) -> Any:
+        """The innermost mode, or None."""
+        n = self._length()
+        return self._at(n - 1) if n else None
+
+    def holds(self, mode: Any) -> bool:
+        """Is `mode` on the stack? C++ takes a mode off while it runs."""
+        return any(self._at(i) is mode for i in range(self._length()))
+
+    def take(self, mode: Any) -> int:
+        """Take `mode` off, out from under modes that were entered after it; returns how many those are."""
+        above = []
+        while (top := self.pop()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            self.push(other)
+        return len(above)
+
+    def put(self, mode: Any, under: int) -> None:
+        """Put `mode` below the innermost `under` modes."""
+        above = [self.pop() for _ in range(under)]
+        self.push(mode)
+        for other in reversed(above):
+            self.push(other)
 
 
-def pop_mode() -> Any:
-    """Take the innermost dispatch mode off this thread's stack and return it."""
-    return torch._C._pop_torch_dispatch_stack(None)
-
-
-def top_mode() -> Any:
-    """The innermost dispatch mode of this thread, or None."""
-    n = torch._C._len_torch_dispatch_stack()
-    return torch._C._get_dispatch_stack_at(n - 1) if n else None
-
-
-def take_mode(mode: Any) -> int:
-    """Take `mode` off this thread's stack, out from under modes that were entered after it; returns how many those are."""
-    above = []
-    while (top := pop_mode()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        push_mode(other)
-    return len(above)
-
-
-def put_mode(mode: Any, under: int) -> None:
-    """Put `mode` on this thread's stack below the innermost `under` modes."""
-    above = [pop_mode() for _ in range(under)]
-    push_mode(mode)
-    for other in reversed(above):
-        push_mode(other)
-
-
-push_functions = torch._C._push_on_torch_function_stack
-pop_functions = torch._C._pop_torch_function_stack
+dispatch_modes = ModeStack(
+    torch._C._push_on_torch_dispatch_stack,
+    lambda: torch._C._pop_torch_dispatch_stack(None),
+    torch._C._len_torch_dispatch_stack,
+    torch._C._get_dispatch_stack_at,
+)
+function_modes = ModeStack(
+    torch._C._push_on_torch_function_stack,
+    torch._C._pop_torch_function_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._get_function_stack_at,
+)
 
 PASS_ON = torch.overrides.handle_torch_function.__code__
 """The frame between a function of torch that is written in Python and a function mode."""
-
-
-def top_functions() -> Any:
-    """The innermost function mode of this thread, or None."""
-    n = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(n - 1) if n else None
-
-
-def take_functions(mode: Any) -> int:
-    """Like `take_mode`, for function modes. -1 if it is not on the stack: C++ takes a mode off while it runs."""
-    n = torch._C._len_torch_function_stack()
-    if not any(torch._C._get_function_stack_at(i) is mode for i in range(n)):
-        return -1
-    above = []
-    while (top := pop_functions()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        push_functions(other)
-    return len(above)
-
-
-def put_functions(mode: Any, under: int) -> None:
-    """Like `put_mode`, for function modes."""
-    above = [pop_functions() for _ in range(under)]
-    push_functions(mode)
-    for other in reversed(above):
-        push_functions(other)
 
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -510,6 +500,14 @@ class MemoryProfile:
         nodes.sort(key=lambda e: e.start)
         return memory, host, nodes
 
+    def rise(self, device: torch.device) -> tuple[int, int]:
+        """Most bytes alive on `device` between start and stop, and those alive at the end, beyond those from before."""
+        live = most = 0
+        for event in self.events(device)[0]:
+            live += event.nbytes
+            most = max(most, live)
+        return most, live
+
 
 @functools.cache
 def _quiet_profiler() -> None:
@@ -559,14 +557,13 @@ def is_backward_input(node: fx.Node) -> bool:
     return "tangents" in str(node.target) or "bwd_" in str(node.target)
 
 
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a fake tensor's storage, with the sizes that it was traced with."""
-    nbytes: Any = tensor.untyped_storage().nbytes()
-    if isinstance(nbytes, torch.SymInt):
+def size_hint(size: Any) -> int:
+    """A size; where it is a symbol, the one that it had when it was traced, without guarding on it."""
+    if isinstance(size, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-        return int(optimization_hint(nbytes, fallback=1))
-    return int(nbytes)
+        return int(optimization_hint(size, fallback=1))
+    return int(size)
 
 
 def layer_of(node: fx.Node) -> str:
@@ -578,7 +575,7 @@ def layer_of(node: fx.Node) -> str:
     return _PATH_NOISE.sub("", path).strip(".")
 
 
-_PATH_NOISE = re.compile(r"L\['self'\]|L\['s'\]|L\['fn'\]|\._modules|\['|'\]|\[\"|\"\]|_orig_mod")
+_PATH_NOISE = re.compile(r"^L\['\w+'\]|\._modules|\['|'\]|\[\"|\"\]|_orig_mod")
 
 
 def node_name(node: fx.Node) -> str:

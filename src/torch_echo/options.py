@@ -14,7 +14,7 @@ from torch_echo.units import parse_budget
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Cost", "OnInfeasible", "Options", "Policy"]
+__all__ = ["Cost", "OnInfeasible", "Options", "Policy", "device_memory"]
 
 Policy = Literal["echo", "paper"]
 Cost = Literal["measured", "analytic"]
@@ -83,7 +83,7 @@ class Options:
 
     def budget_bytes(self, device: torch.device) -> int | None:
         """The memory budget in bytes on `device`; None without one."""
-        return self.budget_for(_memory_of(device) if self.memory_budget is not None else None)
+        return self.budget_for(device_memory(device) if self.memory_budget is not None else None)
 
     def budget_for(self, device_memory: int | None) -> int | None:
         """The memory budget in bytes on a device with so much memory (None: not known); None without a budget."""
@@ -102,7 +102,8 @@ class Options:
 _NAMES = tuple(field.name for field in fields(Options))
 
 
-def _memory_of(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
+    """Bytes of the device's memory; of the machine's for the CPU."""
     if device.type == "cuda":
         import torch
 

@@ -42,11 +42,7 @@ def peak(step: Any) -> int:
     profile.start()
     step()
     profile.stop()
-    live = most = 0
-    for event in profile.events(torch.device("cpu"))[0]:
-        live += event.nbytes
-        most = max(most, live)
-    return most
+    return profile.rise(torch.device("cpu"))[0]
 
 
 class Block(nn.Module):

@@ -42,9 +42,9 @@ def plain_torch(cost_cache: None, tmp_path: Path) -> Iterator[None]:
     assert not _entry.watchers
     assert torch.nn.Module.__call__ is _call
     assert torch.autograd.graph._engine_run_backward is _engine
-    assert compat.top_mode() is None
+    assert compat.dispatch_modes.top() is None
     assert compat.top_hooks() is None
-    assert compat.top_functions() is None
+    assert compat.function_modes.top() is None
     assert Passes.running == Passes.keeping == 0
     assert not Passes.touched
     assert not compat.profiler_running()

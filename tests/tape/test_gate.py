@@ -168,7 +168,7 @@ class TestGate:
                 assert len(names) == 2 * count
             assert session.plan is not None
             assert len(session.plan.rerun) > 0
-        assert compat.top_functions() is None
+        assert compat.function_modes.top() is None
 
 
 class TestDisjoint:

@@ -136,7 +136,7 @@ class Spy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        ctx.seen.append((compat.top_mode(), compat.top_hooks()))
+        ctx.seen.append((compat.dispatch_modes.top(), compat.top_hooks()))
         return grad, None
 
 
@@ -922,7 +922,7 @@ class TestLives:
 
         class Seen(MLP):
             def forward(self, x: Tensor) -> Tensor:
-                tops = (compat.top_mode(), compat.top_hooks(), compat.top_functions())
+                tops = (compat.dispatch_modes.top(), compat.top_hooks(), compat.function_modes.top())
                 seen.append((self.training and torch.is_grad_enabled(), tops))
                 return super().forward(x)
 
@@ -1093,11 +1093,11 @@ class TestNeighbours:
                 x = torch.tanh(self.first(x))
                 if where != "inside":
                     return torch.tanh(self.last(self.middle(x)))
-                before = compat.top_mode()
+                before = compat.dispatch_modes.top()
                 with Count() as count:
                     x = torch.sigmoid(self.middle(self.views(x)))
-                    assert compat.top_mode() is count
-                assert compat.top_mode() is before
+                    assert compat.dispatch_modes.top() is count
+                assert compat.dispatch_modes.top() is before
                 counts.append(count.ops)
                 return torch.tanh(self.last(x))
 
@@ -1466,7 +1466,7 @@ class TestScope:
             h = torch.tanh(h)
             if wait:
                 meet.wait()
-                modes.append(compat.top_functions())
+                modes.append(compat.function_modes.top())
                 meet.wait()
             return torch.sigmoid(h).exp()
 

@@ -9,7 +9,6 @@ from torch import fx
 from torch_echo import compat
 from torch_echo.compile._partition import Partitioner
 from torch_echo.errors import OptionError
-from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 
 __all__ = ["echo_eager"]
@@ -28,7 +27,7 @@ def echo_eager(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> An
     compiler = aot_autograd(
         fw_compiler=compat.boxed_compiler,
         bw_compiler=compat.boxed_compiler,
-        partition_fn=Partitioner(options, live_bytes),
+        partition_fn=Partitioner(options),
         keep_inference_input_mutations=True,
     )
     return compiler(module, example_inputs)

@@ -78,7 +78,7 @@ class _Walk:
     def run(self) -> Capture:
         for i, node in enumerate(self.nodes):
             if node.op == "placeholder":
-                self._placeholder(i, node)
+                self._placeholder(node)
             elif node.op in ("call_function", "get_attr"):
                 self._call(i, node)
             elif node.op != "output":
@@ -100,14 +100,14 @@ class _Walk:
         known = self.storages.get(key) if key != -1 else None
         if known is not None:
             return known, False
-        nbytes = compat.storage_bytes(tensor)
+        nbytes = compat.size_hint(tensor.untyped_storage().nbytes())
         self.graph.storages.append(Storage(nbytes, kind, layer, alloc, self.graph.ticks))
         number = len(self.graph.storages) - 1
         if key != -1:
             self.storages[key] = number
         return number, True
 
-    def _placeholder(self, i: int, node: fx.Node) -> None:
+    def _placeholder(self, node: fx.Node) -> None:
         tensor = node.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
             return
@@ -138,7 +138,7 @@ class _Walk:
         for t in tensors:
             s, new = self._storage(t, Kind.FEATURE_MAP if forward else Kind.GRADIENT, layer, start)
             here.append(s)
-            self.last_read[s] = max(self.last_read.get(s, -1), end)
+            self.last_read[s] = end
             if new:
                 made.append(s)
         if forward and made:
@@ -179,7 +179,6 @@ class _Walk:
         op = Op(name, layer, phase, cls, self.counts[cls], start, end, tuple(reads))
         self.counts[cls] += 1
         if not isinstance(node.target, torch._ops.OpOverload):
-            op.traits |= Trait.KEEP
             return op
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[arg-type]
         try:
@@ -211,9 +210,9 @@ class _Walk:
         for source in node.all_input_nodes:
             for t in _tensors(source.meta.get("val")):
                 s = self.storages.get(compat.storage_key(t), -1)
-                self.last_read[s] = max(self.last_read.get(s, -1), tick)
+                self.last_read[s] = tick
                 if forward:
-                    self.last_forward[s] = max(self.last_forward.get(s, -1), tick)
+                    self.last_forward[s] = tick
                 if s in self.values:
                     reads[self.values[s]] = None
         return list(reads)

@@ -7,7 +7,6 @@ knows how to extract the two graphs, to replay random numbers and to put what is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch_echo.compile._capture import Capture, capture
 from torch_echo.cost import CostCache, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
 from torch_echo.footprint import replay
+from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.planning import Plan, plan
 from torch_echo.report.explanation import Explanation
@@ -31,19 +31,17 @@ plans: list[Explanation] = []
 class Partitioner:
     """Called by AOTAutograd with each joint graph. `options` as for the tape."""
 
-    def __init__(self, options: Options, live: Callable[[torch.device], int]) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
-        self.live = live
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
             joint.graph.eliminate_dead_code()
             device = _device_of(joint)
-            cost = get_cost_model(self.options.cost, device)
-            workspaces = Workspaces(CostCache(device_key(device)))
-            found = capture(joint, kwargs["num_fwd_outputs"], cost, workspaces)
-            cost.save()
-            workspaces.save()
+            cache = CostCache(device_key(device))
+            cost = get_cost_model(self.options.cost, device, cache)
+            found = capture(joint, kwargs["num_fwd_outputs"], cost, Workspaces(cache))
+            cost.save()  # the cache, with the workspaces in it
             made = self._plan(found, device)
         except BudgetInfeasible:
             raise
@@ -58,7 +56,7 @@ class Partitioner:
     def _plan(self, found: Capture, device: torch.device) -> Plan:
         graph, options = found.graph, self.options
         own = sum(s.nbytes for s in graph.storages if s.alloc < 0)
-        graph.base_bytes = max(0, self.live(device) - own)
+        graph.base_bytes = max(0, live_bytes(device) - own)
         made = plan(
             graph,
             budget=options.budget_bytes(device),
@@ -76,8 +74,7 @@ def tag(found: Capture, made: Plan) -> None:
     rerun = set(made.rerun)
     for node, value in found.value_of.items():
         if node.op != "placeholder":
-            producer = graph.values[value].producer
-            again = value in made.dropped or (producer < 0 and node not in found.stale)
+            again = value in made.dropped or graph.values[value].producer < 0
             compat.tag_recompute(node, again and node not in found.stale)
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs

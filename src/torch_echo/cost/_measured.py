@@ -19,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from torch_echo.cost._cache import CostCache
 from torch_echo.cost._flops import is_view, work_of, written
 from torch_echo.cost._spec import OpSpec, materialize
 
-__all__ = ["MeasuredCost", "measure", "refusal", "scrubber", "undisturbed"]
+__all__ = ["MeasuredCost", "Remembered", "measure", "scrubber", "undisturbed"]
 
 logger = logging.getLogger("torch_echo.cost")
 
@@ -64,26 +64,69 @@ class Estimate(Protocol):
         ...
 
 
-class MeasuredCost:
-    """Measures each op once, and remembers it in a cache file between processes.
+class Remembered:
+    """A number about op calls that is found by running each once, and remembered in a cache file between processes.
 
-    Ops that cannot be run on made-up data have the estimate's duration; ``fallbacks`` tells which, and why.
+    ``fallbacks`` tells which ops could not be run on made-up data, and why.
     """
 
-    def __init__(self, cache: CostCache, estimate: Estimate) -> None:
-        self._cache = cache
-        self._estimate = estimate
-        self._known: dict[OpSpec, float] = {}
-        self._scrub: torch.Tensor | None = None
-        self.fallbacks: dict[str, str] = {}
-        """By the op's key: the reason why it was estimated."""
+    section: ClassVar[str]
+    """Of the cache file."""
 
-    def seconds(self, func: Any, spec: OpSpec) -> float:
-        """Duration of one call. The first of its kind takes up to some 50 ms, later ones a few microseconds."""
+    def __init__(self, cache: CostCache) -> None:
+        self._cache = cache
+        self._known: dict[OpSpec, float] = {}
+        self.fallbacks: dict[str, str] = {}
+        """By the op's key: the reason why it was not run."""
+
+    def _of(self, func: Any, spec: OpSpec) -> float:
         known = self._known.get(spec)
         if known is None:
             known = self._known[spec] = self._find(func, spec)
         return known
+
+    def _find(self, func: Any, spec: OpSpec) -> float:
+        # A view costs the same whatever it shows; in a loop over time each of its indices would be another description.
+        key = f"{spec.op}(view)" if is_view(func) else spec.key()
+        found = self._cache.get(self.section, key)
+        if found is not None:
+            return found
+        reason = self._refusal(func, spec)
+        if reason is None:
+            try:
+                found = self._run(func, spec)
+                self._cache.set(self.section, key, found)
+                return found
+            except Exception as error:
+                # Made-up data need not suit an op, and an op may fail in any way; the training step must go on.
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.fallbacks[key] = reason
+        logger.info("%s: %s is not known from a run: %s", self.section, key, reason)
+        return self._instead(func, spec)
+
+    def _refusal(self, func: Any, spec: OpSpec) -> str | None:
+        return _refusal(func, spec)
+
+    def _run(self, func: Any, spec: OpSpec) -> float:
+        raise NotImplementedError
+
+    def _instead(self, func: Any, spec: OpSpec) -> float:
+        raise NotImplementedError
+
+
+class MeasuredCost(Remembered):
+    """Measures each op once. Ops that cannot be run on made-up data have the estimate's duration."""
+
+    section = "ops"
+
+    def __init__(self, cache: CostCache, estimate: Estimate) -> None:
+        super().__init__(cache)
+        self._estimate = estimate
+        self._scrub: torch.Tensor | None = None
+
+    def seconds(self, func: Any, spec: OpSpec) -> float:
+        """Duration of one call. The first of its kind takes up to some 50 ms, later ones a few microseconds."""
+        return self._of(func, spec)
 
     def save(self) -> None:
         """Write what was measured to the cache file, and let go of the memory used for measuring."""
@@ -91,29 +134,16 @@ class MeasuredCost:
         self._estimate.save()
         self._scrub = None
 
-    def _find(self, func: Any, spec: OpSpec) -> float:
-        # A view costs the same whatever it shows; in a loop over time each of its indices would be another description.
-        key = f"{spec.op}(view)" if is_view(func) else spec.key()
-        found = self._cache.get("ops", key)
-        if found is not None:
-            return found
-        reason = refusal(func, spec)
-        if reason is None:
-            try:
-                if self._scrub is None or self._scrub.device != spec.device():
-                    self._scrub = scrubber(spec.device())
-                found = measure(func, spec, scrub=self._scrub)
-                self._cache.set("ops", key, found)
-                return found
-            except Exception as error:
-                # Made-up data need not suit an op, and an op may fail in any way; the training step must go on.
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.fallbacks[key] = reason
-        logger.info("%s is estimated, not measured: %s", key, reason)
+    def _run(self, func: Any, spec: OpSpec) -> float:
+        if self._scrub is None or self._scrub.device != spec.device():
+            self._scrub = scrubber(spec.device())
+        return measure(func, spec, scrub=self._scrub)
+
+    def _instead(self, func: Any, spec: OpSpec) -> float:
         return self._estimate.seconds(func, spec)
 
 
-def refusal(func: Any, spec: OpSpec) -> str | None:
+def _refusal(func: Any, spec: OpSpec) -> str | None:
     """Why an op must not be run on made-up data; None if it may."""
     namespace = spec.op.partition(".")[0]
     if namespace not in _SAFE_NAMESPACES:

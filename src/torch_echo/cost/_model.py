@@ -30,13 +30,14 @@ class CostModel(Protocol):
         ...
 
 
-def get_cost_model(name: str, device: torch.device | str) -> CostModel:
-    """The cost model `name` for `device`, with what earlier processes have learned about it."""
+def get_cost_model(name: str, device: torch.device | str, cache: CostCache | None = None) -> CostModel:
+    """The cost model `name` for `device`, with what earlier processes have learned about it: in `cache`, or in the device's
+    own file."""
     if name not in COST_MODELS:
         raise OptionError(f"cost={name!r}: must be one of {', '.join(map(repr, COST_MODELS))}")
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedDevice(f"device={str(device)!r}: torch-echo knows CPU and CUDA devices")
-    cache = CostCache(device_key(device))
+    cache = cache or CostCache(device_key(device))
     analytic = AnalyticCost(cache, device)
     return analytic if name == "analytic" else MeasuredCost(cache, analytic)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_echo.compat import size_hint
+
 __all__ = ["Literal", "OpSpec", "SpecError", "TensorSpec", "materialize", "spec_of"]
 
 ALIGNMENT = 16
@@ -189,18 +191,13 @@ def _encode_odd_tensor(a: torch.Tensor) -> TensorSpec:
         return TensorSpec(shape, (), str(a.dtype).removeprefix("torch."), str(a.device), 0, name)
     dtype = str(a.dtype).removeprefix("torch.")
     if a.layout is not torch.strided:
-        return TensorSpec(tuple(map(_hint, a.shape)), (), dtype, str(a.device), 0, str(a.layout).removeprefix("torch."))
-    misaligned = _hint(a.storage_offset()) * a.dtype.itemsize % ALIGNMENT != 0
-    return TensorSpec(tuple(map(_hint, a.shape)), tuple(map(_hint, a.stride())), dtype, str(a.device), int(misaligned))
-
-
-def _hint(n: Any) -> int:
-    """The size that a symbol had when it was traced, without guarding on it."""
-    if isinstance(n, torch.SymInt):
-        from torch.fx.experimental.symbolic_shapes import optimization_hint
-
-        return int(optimization_hint(n, fallback=1))
-    return int(n)
+        return TensorSpec(
+            tuple(map(size_hint, a.shape)), (), dtype, str(a.device), 0, str(a.layout).removeprefix("torch.")
+        )
+    misaligned = size_hint(a.storage_offset()) * a.dtype.itemsize % ALIGNMENT != 0
+    return TensorSpec(
+        tuple(map(size_hint, a.shape)), tuple(map(size_hint, a.stride())), dtype, str(a.device), int(misaligned)
+    )
 
 
 def _dtype_literal(a: torch.dtype) -> Literal:
@@ -214,7 +211,7 @@ _ENCODERS: dict[type, Callable[[Any], Node]] = {
     list: lambda a: tuple([_encode(x) for x in a]),
     tuple: lambda a: tuple([_encode(x) for x in a]),
     torch.Size: tuple,
-    torch.SymInt: _hint,
+    torch.SymInt: size_hint,
     torch.dtype: _dtype_literal,
     torch.device: lambda a: Literal("device", str(a)),
     torch.layout: lambda a: Literal("layout", str(a).removeprefix("torch.")),

@@ -21,6 +21,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     import torch
 
     from torch_echo.cost import cache_folder
+    from torch_echo.options import device_memory
 
     found = {
         "torch-echo": __version__,
@@ -28,11 +29,11 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "memory": f"{device_memory(torch.device('cpu')) / 2**30:.1f} GiB",
     }
     for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        found[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}"
+        memory = device_memory(torch.device("cuda", i)) / 2**30
+        found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, {memory:.1f} GiB, CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         found["cuda"] = "none"
     for package in _PACKAGES:

@@ -142,8 +142,10 @@ def _lower_all(states: list[tuple[Owner, Any]]) -> None:
 
 def watch_compiled() -> None:
     """Lift everything around what ``torch.compile`` made: Dynamo runs it as plain code under a dispatch mode, and would trace a
-    function mode. To be called once it may have been imported."""
+    function mode. To be called again and again: Dynamo may be imported at any time."""
     global _compiled_watched
+    if _compiled_watched or not compat.dynamo_imported():
+        return
     with _lock:
         if owners and not _compiled_watched:
             _compiled_watched = True

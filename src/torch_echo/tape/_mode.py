@@ -222,9 +222,7 @@ class Tape(Stackable):
         rule = rule_of(func)
         writes = rule.writes(args)
         if rule.keep or (writes and rule.rerun is None and not self._owns(writes, args, kwargs)):
-            if writes:
-                self._carry_over(self._before_write(rule, args, kwargs), rule, args, kwargs)
-            return func(*args, **kwargs)
+            return self._keep(func, args, kwargs)
         again = (func, args) if rule.rerun is None else rule.rerun(func, args)
         if rule.shape_only:
             again = _creation(func, args, kwargs)

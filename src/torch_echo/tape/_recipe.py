@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -377,6 +377,18 @@ def written(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return found
 
 
+_UNWATCHED = nullcontext()
+
+
+@contextmanager
+def _telling(observer: Callable[[bool], None]) -> Iterator[None]:
+    observer(True)
+    try:
+        yield
+    finally:
+        observer(False)
+
+
 class Passes:
     """The backward passes that are running, in every thread (the engine runs CUDA nodes on threads of its own)."""
 
@@ -392,17 +404,9 @@ class Passes:
     """Told when the tape begins (True) and ends (False) to allocate for itself, while a recorder watches."""
 
     @classmethod
-    @contextmanager
-    def unseen(cls) -> Iterator[None]:
+    def unseen(cls) -> AbstractContextManager[None]:
         """What is allocated within is the tape's, not the script's."""
-        observer = cls.observer
-        if observer is not None:
-            observer(True)
-        try:
-            yield
-        finally:
-            if observer is not None:
-                observer(False)
+        return _UNWATCHED if cls.observer is None else _telling(cls.observer)
 
     @classmethod
     def begin(cls, keep: bool) -> None:
@@ -435,16 +439,6 @@ class Passes:
         cls.touched.clear()
 
 
-def _run_all(recipes: list[Recipe], keep: bool) -> None:
-    """Run recipes from the last to the first."""
-    while recipes:
-        recipe = recipes.pop()
-        recipe.run(keep)
-        Passes.rerun += 1
-        if keep and Passes.sweeping():
-            Passes.touched.extend(recipe.outputs.values())
-
-
 def rebuild(slot: Slot) -> torch.Tensor:
     """The content of a dropped value: rebuilt if need be, with all that it needs. Iterative; cost: the ops re-run.
 
@@ -465,15 +459,16 @@ def rebuild(slot: Slot) -> torch.Tensor:
                     needed.append(recipe)
                     stack.extend(s for s in recipe.reads() if not s.available())
             needed.sort(key=lambda r: -r.order)
-            if Passes.observer is None:
-                _run_all(needed, keep)
-            else:
-                with Passes.unseen():
-                    _run_all(needed, keep)
+            with Passes.unseen():
+                while needed:
+                    recipe = needed.pop()
+                    recipe.run(keep)
+                    Passes.rerun += 1
+                    if keep and Passes.sweeping():
+                        Passes.touched.extend(recipe.outputs.values())
         tensor = slot.tensor
         assert tensor is not None
-        if (
-            not Passes.running and Passes.sweeping()
-        ):  # read outside of any backward pass (``grad_fn._saved_result``): nothing stays
+        # Read outside of any backward pass (``grad_fn._saved_result``): nothing stays.
+        if not Passes.running and Passes.sweeping():
             Passes.sweep()
         return tensor

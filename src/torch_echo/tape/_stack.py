@@ -14,7 +14,7 @@ import torch
 from torch_echo import compat
 from torch_echo.tape._gate import Gate, Place
 
-__all__ = ["Site", "Stackable", "overwritten", "unpack"]
+__all__ = ["Site", "Stackable", "alone", "overwritten", "unpack"]
 
 Site = tuple[int, ...]
 """An op's place in the code: the op (by identity), then as in `Place`; where the call that came through the gate is one of
@@ -31,6 +31,11 @@ def unpack(handle: Any) -> torch.Tensor:
         return tensor
     result: torch.Tensor = handle.unpack()
     return result
+
+
+def alone() -> bool:
+    """Is nothing on this thread's stacks?"""
+    return all(top is None for top in (compat.dispatch_modes.top(), compat.top_hooks(), compat.function_modes.top()))
 
 
 def overwritten(size: Any, token: torch.Tensor, expected: int) -> RuntimeError:
@@ -90,17 +95,17 @@ class Stackable(compat.TensorMode):
         """
         if gate is not self.gate_on:
             if gate:
-                compat.push_functions(self.gate)
+                compat.function_modes.push(self.gate)
                 self.gate_on = True
-            elif compat.top_functions() is self.gate:
-                compat.pop_functions()
+            elif compat.function_modes.top() is self.gate:
+                compat.function_modes.pop()
                 self.gate_on = False
         if mode is not self.mode_on:
             if mode:
-                compat.push_mode(self)
+                compat.dispatch_modes.push(self)
                 self.mode_on = True
-            elif compat.top_mode() is self:
-                compat.pop_mode()
+            elif compat.dispatch_modes.top() is self:
+                compat.dispatch_modes.pop()
                 self.mode_on = False
         if hooks is not self.hooks_on:
             top = compat.top_hooks()
@@ -116,27 +121,27 @@ class Stackable(compat.TensorMode):
         """Take all off, from under others too. The result goes to `lower`; without it, they are off for good."""
         mode = hooks = gate = -1
         if self.mode_on:
-            mode = compat.take_mode(self)
+            mode = compat.dispatch_modes.take(self)
             self.mode_on = False
         if self.hooks_on:
             hooks = compat.take_hooks(self.pack)
             self.hooks_on = False
-        if self.gate_on:
-            gate = compat.take_functions(self.gate)
-            self.gate_on = gate < 0
+        if self.gate_on and compat.function_modes.holds(self.gate):
+            gate = compat.function_modes.take(self.gate)
+            self.gate_on = False
         return mode, hooks, gate
 
     def lower(self, places: tuple[int, int, int]) -> None:
         """Back to where they were."""
         mode, hooks, gate = places
         if mode >= 0:
-            compat.put_mode(self, mode)
+            compat.dispatch_modes.put(self, mode)
             self.mode_on = True
         if hooks >= 0:
             compat.put_hooks(self.pack, unpack, hooks)
             self.hooks_on = True
         if gate >= 0:
-            compat.put_functions(self.gate, gate)
+            compat.function_modes.put(self.gate, gate)
             self.gate_on = True
 
 

@@ -44,6 +44,7 @@ from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._record import PeakMeter, Recorder
+from torch_echo.tape._stack import alone
 
 __all__ = ["Phase", "Session"]
 
@@ -320,8 +321,7 @@ class Session:
         if not local.depth and not local.open and self._watch_all and self.installed is not None:
             script = self.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
-            tops = (compat.top_mode(), compat.top_hooks(), compat.top_functions())
-            if script is not OFF and tops == (None, None, None):
+            if script is not OFF and alone():
                 local.open = True
                 table = script
         tape.use(_table(entry))
@@ -340,8 +340,7 @@ class Session:
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
         on, hooks = recorder.mode_on, recorder.hooks_on
-        tops = (compat.top_mode(), compat.top_hooks(), compat.top_functions())
-        if not local.depth and tops == (None, None, None):
+        if not local.depth and alone():
             # The script's own code up to backward is watched too: it may write over what a recipe would read. What it saves
             # counts only where it will be taped.
             on, hooks = True, self._watch_all
@@ -381,8 +380,7 @@ class Session:
 
     def _enter_root(self, entry: Entry, args: Any, kwargs: Any, free: bool) -> None:
         """A training call outside of any other begins; `free`: it can be taped."""
-        if compat.dynamo_imported():
-            _entry.watch_compiled()
+        _entry.watch_compiled()
         if self._elsewhere():
             return
         call = (entry.path, _shapes(args, kwargs))
