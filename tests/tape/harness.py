@@ -110,10 +110,11 @@ def producers(*names: str) -> Choice:
 class ForcedSession(Session):
     """A session whose plan is chosen by the test."""
 
+    warm_up = 1
+
     def __init__(self, choose: Choice, options: Options | None = None) -> None:
         super().__init__(options or Options(cost="analytic"))
         self.choose = choose
-        self.warm_up = 1
         self.checks: list[tuple[int, int]] = []
         """Measured and planned peak of each step that was checked."""
         self.reruns: list[int] = []

@@ -137,15 +137,12 @@ class Session:
         self.on_event = on_event or (lambda _: None)
         self.phase = Phase.WAIT
         self.iterations = 0
-        self.device: torch.device | None = None
-        self.warm_up = 1 if self._lean() else 2
-        """Iterations before the first recording. The first of all is slow: the second tells how long a step takes, where the
-        plan may add a fraction of that."""
         self.graph: TrainingGraph | None = None
         self.plan: Plan | None = None
         self.installed: Installed | None = None
         self.measured_peak: int | None = None
         self.unhandled: list[tuple[str, str, str]] = []
+        self.device: torch.device | None = None
         self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._local = _Local()
@@ -496,6 +493,12 @@ class Session:
         """Must steps without a plan be spared memory too? They drop what a simple rule says (see ``_online``), at the
         price of an estimated baseline."""
         return (self.device is not None and self.device.type == "cuda") or self.options.memory_budget is not None
+
+    @property
+    def warm_up(self) -> int:
+        """Iterations before the first recording. The first of all is slow: the second tells how long a step takes, where the
+        plan may add a fraction of that."""
+        return 1 if self._lean() else 2
 
     def _start_recording(self) -> None:
         if self.device is None:
