@@ -25,7 +25,7 @@ def agrees(graph: TrainingGraph, plan: set[int]) -> Footprint:
     assert found.peak == reference.peak
     assert sum(found.composition().values()) == found.peak
     assert max(found.curve()[1]) == found.peak
-    seconds = sum(graph.ops[o].seconds + graph.rerun_overhead for o in found.rerun)
+    seconds = sum(graph.rerun_seconds(graph.ops[o]) for o in found.rerun)
     seconds -= sum(graph.ops[o].seconds - graph.ops[o].reuse_seconds for o in reference.reused)
     assert found.extra_seconds == pytest.approx(seconds)
     return found
@@ -206,3 +206,10 @@ def test_a_replayer_gives_the_same_again() -> None:
     first, _, second = replayer.replay(plan), replayer.replay(), replayer.replay(plan)
     assert (first.peak, first.rerun) == (second.peak, second.rerun)
     assert first.storages_at(first.tick).keys() <= first.storages_at().keys()
+
+
+def test_what_rebuilding_costs() -> None:
+    b = Builder(rerun_overhead=0.5)
+    b.graph.rebuilt_byte_seconds = 0.25
+    b.op("split", [b.outside(4)], [8, 2], 1.0)
+    assert b.graph.rerun_seconds(b.graph.ops[0]) == 1.0 + 0.5 + 0.25 * (8 + 2)

@@ -166,7 +166,7 @@ class Replayer:
         self.op_start = np.fromiter((o.start for o in graph.ops), np.int64, n_ops)
         self.op_end = np.fromiter((o.end for o in graph.ops), np.int64, n_ops)
         self.op_random = np.fromiter((bool(o.traits & Trait.RANDOM) for o in graph.ops), bool, n_ops)
-        self.op_cost = np.fromiter((o.seconds for o in graph.ops), np.float64, n_ops) + graph.rerun_overhead
+        self.op_cost = np.fromiter((graph.rerun_seconds(o) for o in graph.ops), np.float64, n_ops)
         self.op_saved = np.fromiter((o.seconds - o.reuse_seconds for o in graph.ops), np.float64, n_ops)
 
         self.s_last = np.full(n_storages, -1, np.int64)

@@ -204,10 +204,17 @@ class TrainingGraph:
     """Duration of the whole iteration (forward, backward, optimizer) without recomputation."""
     rerun_overhead: float = 0.0
     """Seconds that re-running one op costs beyond its kernel."""
+    rebuilt_byte_seconds: float = 0.0
+    """Seconds that a rebuilt byte costs beyond that: it takes another's place in the processor's caches."""
     rng_state_bytes: int = 5056
     """Bytes of a generator's state, pinned by each dropped random value from its draw to its rebuild."""
     meta: dict[str, str] = field(default_factory=dict)
     """Provenance: device, versions."""
+
+    def rerun_seconds(self, op: Op) -> float:
+        """What re-running an op costs, in seconds."""
+        rebuilt = sum(self.storages[s].nbytes for s in {self.values[w].storage for w in op.writes})
+        return op.seconds + self.rerun_overhead + rebuilt * self.rebuilt_byte_seconds
 
     def check(self) -> None:
         """Raise ValueError naming the first inconsistency. Cost: linear."""

@@ -37,9 +37,12 @@ from torch_echo.graph import (
 __all__ = ["FORMAT", "VERSION", "load_graph", "save_graph"]
 
 FORMAT = "torch-echo training graph"
-VERSION = 2
+VERSION = 3
 
-_SCALARS = {"ticks": int, "base_bytes": int, "step_seconds": float, "rerun_overhead": float, "rng_state_bytes": int}
+_SCALARS = {
+    "ticks": int, "base_bytes": int, "step_seconds": float, "rerun_overhead": float, "rebuilt_byte_seconds": float,
+    "rng_state_bytes": int,
+}  # fmt: skip
 _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
     "storages": (Storage, {"nbytes": int, "kind": Kind, "layer": str, "alloc": int, "free": int, "held": int}),
     "values": (Value, {"storage": int, "version": int, "producer": int, "keepable": bool}),

@@ -214,7 +214,10 @@ def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = Fa
     """A random iteration: several outputs, in-place versions, random and keep-only ops, values that the script holds,
     saves that are never read. With `keeps_graph`, two passes, of which the first keeps the graph."""
     g = TrainingGraph(
-        base_bytes=rng.choice([0, 100]), rerun_overhead=rng.choice([0.0, 0.25]), rng_state_bytes=rng.choice([0, 7])
+        base_bytes=rng.choice([0, 100]),
+        rerun_overhead=rng.choice([0.0, 0.25]),
+        rebuilt_byte_seconds=rng.choice([0.0, 0.02]),
+        rng_state_bytes=rng.choice([0, 7]),
     )
     tick = 0
 

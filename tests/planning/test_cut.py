@@ -19,7 +19,7 @@ from .graphs import Builder, examples, random_graphs, transformer
 
 def cost(graph: TrainingGraph, plan: set[int], price: np.ndarray, op_price: np.ndarray) -> float:
     ops, values = needed(graph, plan)
-    rerun = sum(graph.ops[o].seconds + graph.rerun_overhead + op_price[o] for o in ops)
+    rerun = sum(graph.rerun_seconds(graph.ops[o]) + op_price[o] for o in ops)
     return float(rerun + sum(price[v] for v in values - plan if graph.values[v].keepable))
 
 

@@ -117,6 +117,44 @@ class TestGate:
             assert Passes.rerun - before == len(session.plan.rerun) == 1 + 2 * 3
             assert session.measured_peak == session.plan.peak
 
+    @pytest.mark.parametrize("read", [False, True])
+    def test_writes_are_seen_where_a_rebuild_would_miss_them(self, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A batch norm's counter is overwritten, and no recipe reads it; with `read`, what a recipe made is."""
+
+        class Norm(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.BatchNorm1d(LINE)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.norm(x).exp()
+                x = torch.sigmoid(torch.tanh(y * 2))
+                if read:
+                    z = y * 3
+                    x = x + torch.tanh(z)
+                    z.mul_(2)
+                return x
+
+        def choose(graph: TrainingGraph) -> set[int]:
+            ops = [op for op in graph.ops if op.name == "aten::tanh"]
+            if read:  # what the second tanh reads is overwritten before backward, so it is rebuilt too
+                ops = [ops[1], graph.ops[graph.values[ops[1].reads[0]].producer]]
+            return {w for op in ops for w in op.writes}
+
+        model, plain = Norm(), Norm()
+        plain.load_state_dict(model.state_dict())
+        opened: list[Any] = []
+        opening = Tape.opening
+        with forced(model, choose):
+            for i in range(3):
+                step(model, i)
+            monkeypatch.setattr(Tape, "opening", lambda *given: opened.append(given) or opening(*given))  # type: ignore[func-returns-value]
+            after = step(model, 3)
+        assert len(opened) == (3 if read else 1)  # the product, its tanh, the write; or a tanh
+        for i in range(4):
+            expected = step(plain, i)
+        assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
+
     def test_longer_than_recorded(self) -> None:
         """The turns after those that are known follow the class."""
         model, plain = Loop(), Loop()

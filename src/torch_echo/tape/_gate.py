@@ -3,7 +3,8 @@
 A dispatch mode costs every op of a module some 5 to 12 µs, a pair of hooks every saved tensor as much; a *function mode* costs
 a third of that for each call of torch's Python API, of which one may run many ops (an LSTM cell: fourteen). So a planned
 module runs under a function mode alone. It knows each call by its place in the code and its turn there, as the recorded step
-had it: where nothing is dropped or overwritten and no dropped value is saved, the call goes straight on.
+had it: where nothing is dropped, no dropped value is saved, and nothing is overwritten that a rebuild would miss, the call goes
+straight on.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 
 from torch_echo import compat
 
-__all__ = ["CLOSED", "HOOKS", "MODE", "Door", "Gate", "Place", "unknown"]
+__all__ = ["CLOSED", "HOOKS", "MODE", "WRITE", "Door", "Gate", "Place", "unknown"]
 
 Place = tuple[int, int, int]
 """A call's place in the code: code object of the calling function (by identity), instruction there, instruction in its caller."""
 
-MODE, HOOKS = 1, 2
-"""What a call needs."""
+MODE, HOOKS, WRITE = 1, 2, 4
+"""What a call needs. ``WRITE``: it overwrites something, and needs the mode if a recipe or a dropped value lies there."""
 
 
 class Door:
@@ -66,6 +67,8 @@ class Gate(compat.FunctionMode):
         turn = door.count
         door.count = turn + 1
         needs = door.needs[turn] if turn < len(door.needs) else door.beyond
+        if needs & WRITE:
+            needs = needs & ~WRITE | MODE * self.owner.minds(args, kwargs or {})
         if not needs:
             return func(*args, **kwargs) if kwargs else func(*args)
         for decision in door.decisions:

@@ -14,27 +14,32 @@ from typing import Any
 from torch_echo.footprint import Replayer
 from torch_echo.graph import Op, Phase, Save, TrainingGraph, Trait
 from torch_echo.tape._entry import Entry, entries
-from torch_echo.tape._gate import CLOSED, HOOKS, MODE, Door, Place
+from torch_echo.tape._gate import CLOSED, HOOKS, MODE, WRITE, Door, Place
 from torch_echo.tape._mode import OFF, Decision, Table
 from torch_echo.tape._stack import Site
 
 __all__ = ["Installed", "decide", "install_plan"]
 
 
-RERUN_SECONDS = 45e-6
+# Fitted to 40 measured steps of five models under plans of all depths. They are several times what a loop over one small op
+# shows: between large kernels the interpreter's code and data are not in the processor's caches.
+
+RERUN_SECONDS = 50e-6
 """Seconds that noting and re-running one op costs beyond its kernel."""
 
-GATE_SECONDS = 4e-6
+REBUILT_BYTE_SECONDS = 0.04e-3 / 2**20
+"""Seconds that a rebuilt byte costs beyond that on a CPU, whose caches it fills."""
+
+GATE_SECONDS = 10e-6
 """Seconds that the gate costs for a call of torch's API."""
 
-OPEN_SECONDS = 6e-6
+OPEN_SECONDS = 40e-6
 """Seconds more for a call that mode or hooks are on for."""
 
-MODE_SECONDS = 10e-6
-"""Seconds that the dispatch mode costs for an op that the plan leaves alone. This and the others are twice what a loop over
-one small op shows: between large kernels the interpreter's code and data are not in the processor's caches."""
+MODE_SECONDS = 4e-6
+"""Seconds that the dispatch mode costs for an op that the plan leaves alone."""
 
-HOOK_SECONDS = 10e-6
+HOOK_SECONDS = 7e-6
 """Seconds that the hooks cost for a saved tensor that is kept, in forward and backward together."""
 
 _Call = tuple[str, int]
@@ -49,6 +54,7 @@ class _Needs:
     whole: bool
     mode: set[_Turn] = field(default_factory=set)
     hooks: set[_Turn] = field(default_factory=set)
+    writes: set[_Turn] = field(default_factory=set)
 
 
 class _Sites:
@@ -102,7 +108,7 @@ class _Sites:
         def of(call: _Call) -> _Needs:
             need = found.get(call)
             if need is None:
-                need = found[call] = _Needs(call in self.unseen, set(self.writes.get(call, ())))
+                need = found[call] = _Needs(call in self.unseen, writes=self.writes.get(call, set()))
             return need
 
         for v in dropped:
@@ -137,7 +143,8 @@ class _Sites:
         doors: dict[Place, Door | None] = {}
         for s in self.sites_of.get(call, ()):
             turns = [
-                MODE * ((s, t) in need.mode) | HOOKS * ((s, t) in need.hooks) for t in range(self.graph.sites[s].count)
+                MODE * ((s, t) in need.mode) | HOOKS * ((s, t) in need.hooks) | WRITE * ((s, t) in need.writes)
+                for t in range(self.graph.sites[s].count)
             ]
             place: Any = self.graph.sites[s].place
             doors[place] = _door(turns, there.get(place, []))

@@ -15,7 +15,7 @@ import torch
 
 from torch_echo import compat
 from torch_echo.rules import Rule, may_reuse, rule_of
-from torch_echo.tape._gate import CLOSED, MODE, Door, Place, unknown
+from torch_echo.tape._gate import CLOSED, HOOKS, MODE, Door, Place, unknown
 from torch_echo.tape._recipe import (
     NO_KWARGS,
     Leaf,
@@ -195,8 +195,15 @@ class Tape(Stackable):
     def opening(self, place: Place, code: Any, turn: int, needs: int) -> tuple[bool, bool] | None:
         """See :class:`Stackable`."""
         before = mode, hooks = self.mode_on, self.hooks_on  # on where they could not be taken off from under others
-        self.switch(mode or bool(needs & MODE), hooks or needs > MODE, True)
+        self.switch(mode or bool(needs & MODE), hooks or bool(needs & HOOKS), True)
         return before
+
+    def minds(self, args: Any, kwargs: Any) -> bool:
+        """See :class:`Stackable`."""
+        if not self.slots and not self.pinned:
+            return False
+        keys = [compat.storage_key(t) for _, t in tensors_in(args, kwargs)]
+        return any(key in self.slots or key in self.pinned for key in keys)
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run an op called at `site` of the module that is running."""

@@ -67,6 +67,10 @@ class Stackable(compat.TensorMode):
         """A call comes through the gate. What mode and hooks are to be switched to when it has run, if that is not as now."""
         raise NotImplementedError
 
+    def minds(self, args: Any, kwargs: Any) -> bool:
+        """Would it matter if a call with these arguments overwrote one of them?"""
+        raise NotImplementedError
+
     def inside(self, place: Place, code: Any, turn: int, needs: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call that comes through the gate."""
         outer = self.place

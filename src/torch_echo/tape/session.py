@@ -39,7 +39,7 @@ from torch_echo.tape import _entry
 from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
-from torch_echo.tape._install import RERUN_SECONDS, Installed, engine_seconds, install_plan
+from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, Installed, engine_seconds, install_plan
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
@@ -538,6 +538,8 @@ class Session:
             self.graph = build(recorder, cost)
             cost.save()
             self.graph.rerun_overhead = RERUN_SECONDS
+            if self.device is None or self.device.type == "cpu":
+                self.graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
             # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
             plain = self._plain_seconds.get(tuple(self._recorded_calls), math.inf)
             self.graph.step_seconds = min(self.graph.step_seconds, plain)
