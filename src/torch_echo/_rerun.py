@@ -27,8 +27,8 @@ class Run:
     """One run through the backward events.
 
     Bytes belong to *owners*: storages, then ``n_storages + op`` for the workspace of a re-run op, then ``n_storages +
-    n_ops + op`` for the generator's state that its record holds. A change is an owner plus one, negative when its bytes
-    go.
+    n_ops + op`` for the generator's state that its record holds, then one without bytes for what is fused away. A change is
+    an owner plus one, negative when its bytes go.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Run:
             self._go_general(np.flatnonzero(wanted))
             return
         pending, state, release = self.pending, self.state, self.release
-        changes, ends, storage = self.changes, self._ends, r.storage_list
+        changes, ends, block = self.changes, self._ends, r.block_list
         later, later_ticks = self.later, self.later_ticks
         self._ticks = r.ev_tick[wanted].tolist()
         columns = (self._ticks, r.ev_code[wanted].tolist(), r.ev_value[wanted].tolist(), r.ev_extra[wanted].tolist())
@@ -115,9 +115,9 @@ class Run:
             if not left:
                 if state[v] == _REBUILT:  # as in _free
                     if release[v] <= t:
-                        changes.append(-1 - storage[v])
+                        changes.append(-1 - block[v])
                     else:
-                        later.append(-1 - storage[v])
+                        later.append(-1 - block[v])
                         later_ticks.append(release[v])
                     state[v] = _ABSENT
                 else:
@@ -170,7 +170,7 @@ class Run:
         """Known at tick t: the block of v goes at `until`."""
         s = self.replayer.storage_list[v]
         if self.state[v] == _REBUILT:
-            self._gone(s, t, until)
+            self._gone(self.replayer.block_list[v], t, until)
         elif self.state[v] == _ADOPTED:
             if until > t:
                 self.hold_until[s] = max(until, self.hold_until.get(s, -1))
@@ -273,7 +273,7 @@ class Run:
         r = self.replayer
         dropped, state, pending, holds, record = self.dropped, self.state, self.pending, self.holds, self.record
         changes, blocks, workspace, reads, storage = self.changes, r.blocks, r.workspace, r.live_reads, r.storage_list
-        change, release = changes.append, self.release
+        change, release, block = changes.append, self.release, r.block_list
         for o in ops:
             self.rerun.append(o)
             self._rerun_changes.append(len(changes))
@@ -281,9 +281,9 @@ class Run:
                 # In place, or over its first read, unless that is still needed: then in a block of its own.
                 if old >= 0 and state[old] == _REBUILT and pending[old] == 1 and release[old] <= t:
                     state[old] = _ABSENT
-                    if storage[old] != s:
+                    if block[old] != s:
                         self.reused.append(o)
-                        change(-1 - storage[old])
+                        change(-1 - block[old])
                         change(s + 1)
                 else:
                     change(s + 1)
@@ -300,7 +300,7 @@ class Run:
                     pending[x] = left = pending[x] - 1
                     if not left and state[x]:
                         if state[x] == _REBUILT and release[x] <= t:
-                            change(-1 - storage[x])
+                            change(-1 - block[x])
                             state[x] = _ABSENT
                         else:
                             self._let_go(x, t)

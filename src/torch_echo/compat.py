@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -618,6 +619,60 @@ def partition(joint: fx.GraphModule, inputs: Any, tagged: bool, **kwargs: Any) -
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
     return (default_partition if tagged else min_cut_rematerialization_partition)(joint, inputs, **kwargs)
+
+
+MANY_READERS = 4
+"""A value with more than so many readers has a gradient of as many parts."""
+
+
+def inductor(
+    module: fx.GraphModule, inputs: Any, partitioner: Callable[..., Any], key: str, patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options.
+
+    Unless they say otherwise, Inductor gives buffers back when they have been read: to hold on to one until another of its size
+    is wanted costs memory, and spares next to nothing where PyTorch's allocators do the same. And where the gradients of many
+    readers are summed up, each is computed when it can be and added at once, instead of all of them in one late kernel, until
+    which everything lives that they are computed from.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+
+    own: dict[str, Any] = {"allow_buffer_reuse": False}
+    if any(len(node.users) > MANY_READERS for node in module.graph.nodes):
+        known = config.get_config_copy()
+        limits = {"realize_reads_threshold": 1, "realize_acc_reads_threshold": 2, "realize_cpu_acc_reads_threshold": 2}
+        own |= {name: limit for name, limit in limits.items() if name in known}
+    patches = {**own, **patches}
+
+    class Given(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            del kwargs["compiler"]
+            return partitioner(gm, joint_inputs, **kwargs)
+
+        def __reduce__(self) -> Any:  # as part of the keys of caches
+            return str, (key,)
+
+        def uuid(self) -> Any:
+            return key, get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
+
+    compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+        module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
+    )
+    return compiled
+
+
+def inductor_options(mode: str | None, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the options given to ``torch.compile``, those that Inductor knows, with those of its `mode`, and the others."""
+    from torch._inductor import config, list_mode_options
+
+    known = config.get_config_copy()
+    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
+    for name, value in given.items():
+        if name.replace("-", "_") in known:
+            patches[name.replace("-", "_")] = value
+    return patches, {name: value for name, value in given.items() if name.replace("-", "_") not in known}
 
 
 def boxed_compiler(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_echo._rerun import DEATH, PASS_END, UNPACK, Run
-from torch_echo.graph import Kind, Phase, TrainingGraph, Trait
+from torch_echo.graph import Fused, Kind, Phase, TrainingGraph, Trait
 
 __all__ = ["UNTRACKED", "Footprint", "Replayer", "check_plan", "replay"]
 
@@ -98,7 +98,7 @@ class _Trace:
     def owners(self, tick: int, at: int) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
         """Bytes after dynamic event `at`, at `tick`: by storage, by op for workspace, by op for generator states."""
         r = self.replayer
-        total = np.zeros(r.n_storages + 2 * r.n_ops, np.int64)
+        total = np.zeros(len(r.owner_bytes), np.int64)
         end = self.end.copy()
         end[self.extended] = r.graph.ticks + 1  # their death is among the dynamic events
         alive = (r.s_alloc <= tick) & (tick < end)
@@ -106,7 +106,7 @@ class _Trace:
         started = self.rng_ops[self.rng_start <= tick]
         total[r.n_storages + r.n_ops + started] += r.graph.rng_state_bytes
         np.add.at(total, self.event_owners[: at + 1], self.deltas[: at + 1])
-        parts = np.split(total, [r.n_storages, r.n_storages + r.n_ops])
+        parts = np.split(total[:-1], [r.n_storages, r.n_storages + r.n_ops])
         found = [{int(i): int(p[i]) for i in np.flatnonzero(p)} for p in parts]
         return found[0], found[1], found[2]
 
@@ -163,6 +163,9 @@ class Replayer:
         self.s_alloc = np.fromiter((s.alloc for s in graph.storages), np.int64, n_storages)
         self.s_free = np.fromiter((s.free for s in graph.storages), np.int64, n_storages)
         held = np.fromiter((s.held for s in graph.storages), np.int64, n_storages)
+        fused = np.fromiter((s.fused for s in graph.storages), np.int64, n_storages)
+        self.s_passing = fused & Fused.FORWARD > 0
+        """Storages that are there only if their content is kept."""
         self.op_start = np.fromiter((o.start for o in graph.ops), np.int64, n_ops)
         self.op_end = np.fromiter((o.end for o in graph.ops), np.int64, n_ops)
         self.op_random = np.fromiter((bool(o.traits & Trait.RANDOM) for o in graph.ops), bool, n_ops)
@@ -179,12 +182,16 @@ class Replayer:
                 produced[v.storage] = max(produced[v.storage], graph.ops[v.producer].end)
         # End of a dropped storage's original block: the script's last reference, or the op that made it.
         self.s_held = np.minimum(np.where(held >= self.s_alloc, held, produced), self.s_free)
-        self.s_held = np.maximum(self.s_held, self.s_alloc)
+        self.s_held = np.where(self.s_passing, self.s_alloc, np.maximum(self.s_held, self.s_alloc))
+        # Owner of the bytes of a rebuilt block; the last of all has none.
+        nobody = n_storages + 2 * n_ops
+        block_of: list[int] = np.where(fused & Fused.BACKWARD > 0, nobody, np.arange(n_storages)).tolist()
+        self.block_list: list[int] = [block_of[v.storage] for v in graph.values]
 
         self.reads: list[tuple[int, ...]] = []
         self.blocks: list[
             tuple[tuple[int, int, int], ...]
-        ] = []  # (storage, value, value whose block a re-run may take or -1)
+        ] = []  # (owner of the block, value, value whose block a re-run may take or -1)
         self.live_reads: list[tuple[int, ...]] = []  # without what is never freed and never dropped
         mortal = (self.v_droppable | (self.s_free[self.v_storage] < graph.ticks)).tolist()
         pairs: list[tuple[int, int]] = []
@@ -198,7 +205,7 @@ class Replayer:
                 (s,) = outputs
                 if graph.storages[s].nbytes == graph.nbytes(reads[0]):
                     by_storage.setdefault(s, reads[0])
-            self.blocks.append(tuple((s, w, by_storage.get(s, -1)) for s, w in outputs.items()))
+            self.blocks.append(tuple((block_of[s], w, by_storage.get(s, -1)) for s, w in outputs.items()))
             for w in op.writes:
                 s = graph.values[w].storage
                 pairs.extend((w, r) for r in reads if graph.values[r].storage == s and graph.values[r].producer >= 0)
@@ -211,13 +218,15 @@ class Replayer:
         last = self.s_last[self.v_storage] == np.arange(n_values)
         self.adoptable_list: list[int] = np.where(last, self.s_held[self.v_storage], -1).tolist()
         self.owner_bytes = np.concatenate(
-            [self.s_bytes, np.array(self.workspace, np.int64), np.full(n_ops, graph.rng_state_bytes, np.int64)]
+            [self.s_bytes, np.array(self.workspace, np.int64), np.full(n_ops, graph.rng_state_bytes, np.int64), [0]]
         )
         self.random_list: list[bool] = self.op_random.tolist()
 
         self._changes = np.zeros(graph.ticks + 2, np.int64)
-        np.add.at(self._changes, np.maximum(self.s_alloc, 0), self.s_bytes)
-        np.subtract.at(self._changes, self.s_free[self.s_free < graph.ticks], self.s_bytes[self.s_free < graph.ticks])
+        there = np.flatnonzero(~self.s_passing)
+        np.add.at(self._changes, np.maximum(self.s_alloc[there], 0), self.s_bytes[there])
+        there = there[self.s_free[there] < graph.ticks]
+        np.subtract.at(self._changes, self.s_free[there], self.s_bytes[there])
         self._changes[0] += graph.base_bytes
         self._prepare_events()
 
@@ -312,6 +321,16 @@ class Replayer:
         gone = np.flatnonzero((self.s_last >= 0) & mask[self.s_last])
         end[gone] = self.s_held[gone]
         changes = self._changes.copy()
+        if self.s_passing.any():
+            kept = np.zeros(self.n_storages, bool)
+            kept[self.v_storage[(self.v_saved > 0) & ~mask]] = True
+            kept[self.v_storage[reads[~mask[reads]]]] = True
+            there = np.flatnonzero(kept & self.s_passing)
+            np.add.at(changes, self.s_alloc[there], self.s_bytes[there])
+            there = there[self.s_free[there] < ticks]
+            np.subtract.at(changes, self.s_free[there], self.s_bytes[there])
+            end[self.s_passing & ~kept] = self.s_alloc[self.s_passing & ~kept]
+            gone = gone[~self.s_passing[gone]]
         sooner = gone[end[gone] < ticks]
         np.subtract.at(changes, end[sooner], self.s_bytes[sooner])
         outlived = gone[self.s_free[gone] < ticks]

@@ -17,6 +17,7 @@ from enum import IntEnum, IntFlag
 __all__ = [
     "BackwardPass",
     "CallSite",
+    "Fused",
     "Kind",
     "Op",
     "OpClass",
@@ -65,6 +66,16 @@ class Trait(IntFlag):
     """A re-run may write its one output over its first read, where nothing else needs that any more."""
 
 
+class Fused(IntFlag):
+    """Where a compiler fuses what makes a storage's content into what reads it, so that it is never written to memory."""
+
+    NOWHERE = 0
+    FORWARD = 1
+    """In forward, unless it is kept for backward."""
+    BACKWARD = 2
+    """In backward, where it is rebuilt."""
+
+
 @dataclass(slots=True)
 class Storage:
     """A block of device memory. Versions of its contents are :class:`Value` objects."""
@@ -80,6 +91,8 @@ class Storage:
     held: int = -1
     """Tick of the release of the last reference that is not autograd's: the script's locals, lists, attributes, outputs.
     Dropping the storage frees nothing before this tick. Only known (>= 0) for storages that have values."""
+    fused: Fused = Fused.NOWHERE
+    """Not with storages that are written in place."""
 
 
 @dataclass(slots=True)
@@ -243,6 +256,9 @@ class TrainingGraph:
         for i, s in enumerate(self.storages):
             if s.nbytes < 0 or not -1 <= s.alloc <= s.free <= self.ticks:
                 raise ValueError(f"storage {i}: {s.nbytes} bytes alive from tick {s.alloc} to {s.free}")
+        for i, v in enumerate(self.values):
+            if v.version and self.storages[v.storage].fused:
+                raise ValueError(f"value {i}: storage {v.storage} is written in place, so it can't be fused away")
         for i, save in enumerate(self.saves):
             if not 0 <= save.value < len(self.values):
                 raise ValueError(f"save {i}: value {save.value} does not exist")

@@ -23,6 +23,7 @@ from torch_echo.errors import GraphFileError
 from torch_echo.graph import (
     BackwardPass,
     CallSite,
+    Fused,
     Kind,
     Op,
     OpClass,
@@ -44,7 +45,9 @@ _SCALARS = {
     "rng_state_bytes": int,
 }  # fmt: skip
 _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
-    "storages": (Storage, {"nbytes": int, "kind": Kind, "layer": str, "alloc": int, "free": int, "held": int}),
+    "storages": (
+        Storage, {"nbytes": int, "kind": Kind, "layer": str, "alloc": int, "free": int, "held": int, "fused": Fused}
+    ),
     "values": (Value, {"storage": int, "version": int, "producer": int, "keepable": bool}),
     "ops": (
         Op,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
+from torch_echo.graph import BackwardPass, Fused, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
 
 __all__ = ["Builder", "examples", "random_graph", "random_graphs", "residual_chain", "transformer"]
 
@@ -341,6 +341,12 @@ def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = Fa
         elif storage.kind == Kind.FEATURE_MAP:
             storage.free = max(storage.held, released.get(s, -1))
     g.classes = [OpClass(n, n) for n in ("a", "b", "c")]
+    once = {v.storage for v in g.values if v.producer >= 0} - {v.storage for v in g.values if v.version}
+    if rng.random() < 0.4:  # compiled: nothing is written over what it reads
+        for op in g.ops:
+            op.traits &= ~Trait.REUSES
+        for s in sorted(once):
+            g.storages[s].fused = Fused(rng.randint(0, 3))
     g.step_seconds = 3 * sum(op.seconds for op in g.ops) + 1.0
     g.check()
     return g

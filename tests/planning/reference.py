@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch_echo.graph import Phase, TrainingGraph, Trait
+from torch_echo.graph import Fused, Phase, TrainingGraph, Trait
 
 __all__ = ["Reference"]
 
@@ -26,6 +26,7 @@ class Reference:
         self.unpacked: set[int] = set()  # saves
         self.kept_on: set[int] = set()  # saves unpacked in a pass that keeps the graph, pending until they are released
         self.scratch = 0
+        self.noted = self.records()  # before anything is re-run
         for t in range(graph.ticks + 1):
             self.now = t
             self.sample()
@@ -56,7 +57,7 @@ class Reference:
     def script_end(self, s: int) -> int:
         """When a dropped storage's original block goes."""
         storage = self.g.storages[s]
-        end = storage.held
+        end = storage.alloc if storage.fused & Fused.FORWARD else storage.held
         if end < storage.alloc:
             end = max(
                 self.g.ops[v.producer].end
@@ -107,13 +108,24 @@ class Reference:
         pinned = {r for o in self.records() for r in self.g.ops[o].reads} - self.dropped
         return any(self.storage(v) == s for v in pinned | self.adopted)
 
+    def written(self, s: int) -> bool:
+        """Is the original block there at all? Not if it is fused away, and kept for nothing."""
+        if not self.g.storages[s].fused & Fused.FORWARD:
+            return True
+        saved = {x.value for x in self.g.saves} | {r for o in self.noted for r in self.g.ops[o].reads}
+        return any(self.storage(v) == s for v in saved - self.dropped)
+
+    def rebuilt_bytes(self, s: int) -> int:
+        storage = self.g.storages[s]
+        return 0 if storage.fused & Fused.BACKWARD else storage.nbytes
+
     def sample(self) -> None:
         """Note the bytes alive now."""
         self.rebuilt = {v for v in self.rebuilt if self.in_use(v)}
         self.adopted = {v for v in self.adopted if self.in_use(v)}
         total = self.g.base_bytes + self.scratch
-        total += sum(x.nbytes for s, x in enumerate(self.g.storages) if self.original_alive(s))
-        total += sum(self.g.nbytes(v) for v in self.rebuilt)
+        total += sum(x.nbytes for s, x in enumerate(self.g.storages) if self.original_alive(s) and self.written(s))
+        total += sum(self.rebuilt_bytes(self.storage(v)) for v in self.rebuilt)
         for o in self.records():
             if self.g.ops[o].traits & Trait.RANDOM and self.g.ops[o].start <= self.now:
                 total += self.g.rng_state_bytes
@@ -180,7 +192,7 @@ class Reference:
             if fits and not self.pending(r, records - {o}) and self.now >= self.needed_until(r):
                 self.rebuilt.discard(r)
                 self.reused.append(o)
-        self.scratch = op.workspace + sum(self.g.storages[s].nbytes for s in outputs)
+        self.scratch = op.workspace + sum(self.rebuilt_bytes(s) for s in outputs)
         self.sample()
         self.scratch = 0
         for w in outputs.values():

@@ -1,7 +1,7 @@
 """The compile engine: plans for the joint graphs of ``torch.compile``."""
 
-from torch_echo.compile._backends import echo_eager
+from torch_echo.compile._backends import echo, echo_eager
 from torch_echo.compile._capture import Capture, capture
 from torch_echo.compile._partition import Partitioner, plans
 
-__all__ = ["Capture", "Partitioner", "capture", "echo_eager", "plans"]
+__all__ = ["Capture", "Partitioner", "capture", "echo", "echo_eager", "plans"]

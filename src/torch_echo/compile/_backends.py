@@ -1,17 +1,39 @@
-"""Backends of ``torch.compile``: ``backend="echo_eager"``."""
+"""Backends of ``torch.compile``: ``backend="echo"`` and ``backend="echo_eager"``."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from torch_echo import compat
+from torch_echo._version import __version__
 from torch_echo.compile._partition import Partitioner
 from torch_echo.errors import OptionError
+from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 
-__all__ = ["echo_eager"]
+__all__ = ["echo", "echo_eager"]
+
+
+def echo(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+    """Inductor, with forward and backward split by torch-echo's plan.
+
+    ``torch.compile(model, backend="echo", options={"max_overhead": 0.1})``; options as for :func:`torch_echo.apply`, and those
+    of Inductor. Its decompositions, passes and caches stay on; a plan is found again in the caches if options, version and,
+    with a memory budget, the bytes left for the graph are the same.
+    """
+    mode, given = kwargs.pop("mode", None), kwargs.pop("options", None) or {}
+    if kwargs:
+        raise OptionError(f'{", ".join(kwargs)}: the backend "echo" takes nothing but options and a mode')
+    patches, own = compat.inductor_options(mode, given)
+    options = parse(own)
+    key = f"torch-echo {__version__} {options}"
+    if options.memory_budget is not None:
+        device = next((t.device for t in example_inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
+        key += f" {options.budget_bytes(device)} {live_bytes(device)}"
+    return compat.inductor(module, example_inputs, Partitioner(options, fused=True), key, patches)
 
 
 def echo_eager(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from torch_echo import compat
-from torch_echo.cost import CostModel, SpecError, Workspaces, spec_of, work_of
+from torch_echo.compile._fusion import FusedCost, inlined, laid_out
+from torch_echo.cost import CostModel, SpecError, Workspaces, is_view, spec_of, work_of
 from torch_echo.errors import CaptureError
-from torch_echo.graph import BackwardPass, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
+from torch_echo.graph import BackwardPass, Fused, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
 from torch_echo.rules import nondeterministic_on, rule_of
 
 __all__ = ["Capture", "capture"]
@@ -40,7 +41,8 @@ class Capture:
 def capture(
     joint: fx.GraphModule, num_fwd_outputs: int, cost: CostModel | None = None, workspaces: Workspaces | None = None
 ) -> Capture:
-    """The training graph of a joint graph. Ops get the seconds of `cost` and the bytes of `workspaces`.
+    """The training graph of a joint graph. Ops get the seconds of `cost` and the bytes of `workspaces`; with a
+    :class:`FusedCost`, what Inductor's kernels inline takes no memory.
 
     Raises CaptureError for what is not understood: a node that is neither a tensor's nor a symbol's.
     """
@@ -64,6 +66,8 @@ class _Walk:
         """Nodes from here on are backward's."""
         self.storages: dict[int, int] = {}
         """Graph storage of each fake storage."""
+        self.of: dict[fx.Node, list[int]] = {}
+        """Graph storages of a node's tensors."""
         self.values: dict[int, int] = {}
         """Value of each graph storage."""
         self.last_read: dict[int, int] = {}
@@ -74,6 +78,7 @@ class _Walk:
         """Primals that the forward pass writes to, in the graph or when it has ended."""
         self.classes: dict[tuple[str, str], int] = {}
         self.counts: list[int] = []
+        self.fusing = cost if isinstance(cost, FusedCost) else None
 
     def run(self) -> Capture:
         for i, node in enumerate(self.nodes):
@@ -88,6 +93,9 @@ class _Walk:
         begin = 2 * self.boundary
         graph.passes = [BackwardPass(begin, graph.ticks)] if begin < graph.ticks else []
         graph.step_seconds = sum(op.seconds for op in graph.ops)
+        if self.fusing is not None:
+            made = (s for i, s in enumerate(graph.storages) if s.alloc >= 0 and s.kind is not Kind.TEMPORARY)
+            graph.step_seconds += sum(self.fusing.writing(s.nbytes) for s in made if s.nbytes and not s.fused)
         graph.meta = {"engine": "compile", "torch": torch.__version__}
         graph.check()
         return self.found
@@ -107,6 +115,18 @@ class _Walk:
             self.storages[key] = number
         return number, True
 
+    def _viewed(self, node: fx.Node) -> int | None:
+        """The graph storage that a node makes views of. Inductor's passes make fake tensors anew, which share nothing then."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not self.of.get(source):
+            return None
+        if node.target is getitem:
+            values = source.meta["val"]
+            if not isinstance(values, (tuple, list)):
+                return self.of[source][0]
+            return self.of[source][len(list(_tensors(values[: node.args[1]])))]  # type: ignore[index]
+        return self.of[source][0] if is_view(node.target) else None
+
     def _placeholder(self, node: fx.Node) -> None:
         tensor = node.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
@@ -115,6 +135,7 @@ class _Walk:
         kind = Kind.GRADIENT if tangent else Kind.INPUT
         alloc = 2 * self.boundary if tangent else -1
         s, new = self._storage(tensor, kind, "", alloc)
+        self.of[node] = [s]
         if new:
             self.values[s] = len(self.graph.values)
             self.graph.values.append(Value(s, 0, -1))
@@ -135,12 +156,22 @@ class _Walk:
             self.overwritten.add(written)
         made: list[int] = []
         here: list[int] = []
+        viewed = self._viewed(node)
         for t in tensors:
-            s, new = self._storage(t, Kind.FEATURE_MAP if forward else Kind.GRADIENT, layer, start)
+            s, new = viewed, False
+            if s is None:
+                s, new = self._storage(t, Kind.FEATURE_MAP if forward else Kind.GRADIENT, layer, start)
             here.append(s)
             self.last_read[s] = end
             if new:
                 made.append(s)
+        self.of[node] = here
+        if self.fusing is not None and len(made) == len(here) == 1:
+            first, second = inlined(node, self.index, self.boundary)
+            if forward:
+                self.graph.storages[made[0]].fused = Fused(Fused.FORWARD * first | Fused.BACKWARD * second)
+            elif second:
+                self.graph.storages[made[0]].nbytes = 0
         if forward and made:
             op = self._op(node, layer, Phase.FORWARD, start, end, reads)
             op.traits |= self._traits(node, tensors)
@@ -186,6 +217,8 @@ class _Walk:
         except SpecError:
             op.traits |= Trait.KEEP
             return op
+        if self.fusing is not None:
+            spec = laid_out(spec)
         work = work_of(node.target, spec)
         op.flops, op.bytes_moved = work.flops, work.bytes_moved
         if self.cost is not None:
@@ -208,8 +241,7 @@ class _Walk:
         """Values whose storages a node uses, as a view or for their contents."""
         reads: dict[int, None] = {}
         for source in node.all_input_nodes:
-            for t in _tensors(source.meta.get("val")):
-                s = self.storages.get(compat.storage_key(t), -1)
+            for s in self.of.get(source, ()):
                 self.last_read[s] = tick
                 if forward:
                     self.last_forward[s] = tick
@@ -221,10 +253,9 @@ class _Walk:
 
     def _lifetimes(self) -> None:
         graph = self.graph
-        outlive = set()
+        outlive: set[int] = set()
         for node, mutated in zip(self.returned, compat.mutated_inputs(self.nodes[-1].graph), strict=False):
-            for t in _tensors(node.meta.get("val")):
-                s = self.storages.get(compat.storage_key(t), -1)
+            for s in self.of.get(node, ()):
                 if mutated is None:
                     outlive.add(s)
                 else:  # copied into the input when forward ends
@@ -233,7 +264,7 @@ class _Walk:
             if mutated is not None:
                 self.overwritten.add(mutated)
         for node in self.gradients:
-            outlive |= {self.storages.get(compat.storage_key(t), -1) for t in _tensors(node.meta.get("val"))}
+            outlive.update(self.of.get(node, ()))
         for i, storage in enumerate(graph.storages):
             if storage.alloc < 0 or storage.kind is Kind.TEMPORARY:
                 continue
@@ -241,6 +272,8 @@ class _Walk:
             if i in self.values:
                 end = graph.ticks if i in outlive else self.last_forward.get(i, storage.alloc + 1)
                 storage.held = max(storage.alloc, min(end, storage.free))
+        for s in outlive:
+            graph.storages[s].fused &= ~Fused.FORWARD
         for node in self.overwritten:
             if node in self.found.value_of:
                 graph.values[self.found.value_of[node]].keepable = False

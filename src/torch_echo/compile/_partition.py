@@ -14,7 +14,8 @@ from torch import fx
 
 from torch_echo import compat
 from torch_echo.compile._capture import Capture, capture
-from torch_echo.cost import CostCache, Workspaces, device_key, get_cost_model
+from torch_echo.compile._fusion import FusedCost
+from torch_echo.cost import AnalyticCost, CostCache, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
 from torch_echo.footprint import replay
 from torch_echo.memory import live_bytes
@@ -29,10 +30,11 @@ plans: list[Explanation] = []
 
 
 class Partitioner:
-    """Called by AOTAutograd with each joint graph. `options` as for the tape."""
+    """Called by AOTAutograd with each joint graph. `options` as for the tape. `fused`: the parts are for Inductor."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, fused: bool = False) -> None:
         self.options = options
+        self.fused = fused
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
@@ -40,6 +42,8 @@ class Partitioner:
             device = _device_of(joint)
             cache = CostCache(device_key(device))
             cost = get_cost_model(self.options.cost, device, cache)
+            if self.fused:
+                cost = FusedCost(cost, AnalyticCost(cache, device))
             found = capture(joint, kwargs["num_fwd_outputs"], cost, Workspaces(cache))
             cost.save()  # the cache, with the workspaces in it
             made = self._plan(found, device)

@@ -1,0 +1,156 @@
+"""``backend="echo"``: Inductor with torch-echo's plans, its caches included."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_echo import compat
+from torch_echo.compile import plans
+from torch_echo.errors import OptionError
+from torch_echo.footprint import replay
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's caches are one test's own."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+class Blocks(nn.Module):
+    """Linear layers and element-wise chains: what is between the layers can be rebuilt inside other kernels."""
+
+    def __init__(self, depth: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(torch.tanh(layer(x)) * 2), self.dropout)
+        return x.square().mean()
+
+
+def step(f: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = f(x)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def measured_peak(f: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> int:
+    """Most bytes alive during a step that were not alive before it."""
+    step(f, model, x)
+    model.zero_grad()
+    gc.collect()
+    profile = compat.MemoryProfile()
+    profile.start()
+    torch.manual_seed(3)
+    f(x).backward()
+    profile.stop()
+    return profile.rise(torch.device("cpu"))[0]
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    torch._dynamo.reset()
+    f: nn.Module = torch.compile(model, backend="echo", options=options)  # type: ignore[arg-type]
+    return f
+
+
+def test_gradients_and_peaks() -> None:
+    model = Blocks()
+    x = torch.randn(512, WIDTH)
+    loss, grads = step(model, model, x)
+    eager = measured_peak(model, model, x)
+    peaks = []
+    for overhead in (0.0, 1.0):
+        f = compiled(model, max_overhead=overhead)
+        mine, my_grads = step(f, model, x)
+        torch.testing.assert_close(mine, loss)
+        for a, b in zip(my_grads, grads, strict=True):
+            torch.testing.assert_close(a, b)
+        peaks.append(measured_peak(f, model, x))
+        graph = plans[-1].graph
+        above = graph.base_bytes + sum(s.nbytes for s in graph.storages if s.alloc < 0)
+        predicted = replay(graph, plans[-1].plan.dropped).peak - above
+        assert peaks[-1] == pytest.approx(
+            predicted, rel=0.1, abs=1.01 * x.nbytes
+        )  # Inductor writes one more of its own accord
+    assert len(plans) == 2
+    assert peaks[1] < 0.75 * peaks[0] <= 0.75 * eager
+
+
+def test_dropout_draws_the_same_mask_again() -> None:
+    """Where an output is 0, so is its gradient: at budgets below 1, PyTorch's own partitioner draws another mask."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = F.dropout(torch.tanh(x), 0.5)
+            return (y * y).sum(), y
+
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    loss, y = compiled(Masked(), max_overhead=1.0)(x)
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad == 0, y == 0)
+    assert 0.3 < (y == 0).float().mean() < 0.7
+
+
+def test_a_changed_option_never_meets_an_old_plan_and_an_unchanged_one_is_found_again() -> None:
+    model = Blocks(2)
+    x = torch.randn(256, WIDTH)
+    step(compiled(model, max_overhead=0.0), model, x)
+    assert len(plans) == 1
+    step(compiled(model, max_overhead=1.0), model, x)
+    assert len(plans) == 2 and plans[1].plan.peak < plans[0].plan.peak
+    deep = measured_peak(compiled(model, max_overhead=1.0), model, x)
+    step(compiled(model, max_overhead=1.0), model, x)
+    assert len(plans) == 2  # from the cache
+    assert deep == measured_peak(compiled(model, max_overhead=1.0), model, x)
+
+
+def test_options_of_inductor_and_of_ours() -> None:
+    model = Blocks(1)
+    x = torch.randn(8, WIDTH)
+    step(compiled(model, max_overhead=0.1, epilogue_fusion=False), model, x)
+    assert len(plans) == 1
+    with pytest.raises(Exception, match=r"options \['max_overheat'\]: must be among") as caught:
+        step(compiled(model, max_overheat=0.1), model, x)
+    causes = [caught.value, caught.value.__cause__, getattr(caught.value, "inner_exception", None)]
+    assert any(isinstance(cause, OptionError) for cause in causes)
+
+
+def test_sums_of_many_gradients_do_not_wait_for_all_their_parts() -> None:
+    """Eight readers of one tensor, as in attention: Inductor alone computes the gradients of all of them in one late kernel."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.query = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.score = nn.Linear(WIDTH, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys, h = self.key(x), x[:, 0]
+            for _ in range(8):
+                weights = torch.softmax(self.score(torch.tanh(keys + self.query(h).unsqueeze(1))), 1)
+                h = torch.bmm(weights.transpose(1, 2), x).squeeze(1)
+            return h.square().mean()
+
+    model = Attention()
+    x = torch.randn(16, 128, WIDTH)
+    eager = measured_peak(model, model, x)
+    mine = measured_peak(compiled(model, max_overhead=1.0), model, x)
+    theirs = measured_peak(compiled(model, max_overhead=1.0, realize_reads_threshold=4), model, x)
+    assert mine < eager < theirs
