@@ -6,9 +6,11 @@ between a script and the interpreter: no exception of the script is caught, no s
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -118,6 +120,31 @@ def _env() -> None:
 
     for name, value in environment().items():
         click.echo(f"{name + ':':26} {value}")
+
+
+@_cli.command(
+    "bench",
+    options_metavar="",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+    short_help="Compare with what people use instead.",
+)
+@click.argument("what", type=click.Choice(["planner"]))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def _bench(what: str, args: tuple[str, ...]) -> _Action:
+    """Measure side by side. `planner`: plans for joint graphs beside those of PyTorch's memory-budget partitioner; see
+    torch-echo bench planner --help. The benchmarks are part of the source tree, not of the installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "benchmarks" / what / "__main__.py").is_file():
+        raise TorchEchoError(
+            f"bench {what}: the benchmarks are in torch-echo's source tree; install from there, with -e"
+        )
+    sys.path.insert(0, str(root))
+
+    def run() -> None:
+        main: Callable[[Sequence[str]], None] = importlib.import_module(f"benchmarks.{what}.__main__").main
+        main(args)
+
+    return run
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,6 @@
 
 from torch_echo.compile._backends import echo, echo_eager
 from torch_echo.compile._capture import Capture, capture
-from torch_echo.compile._partition import Partitioner, plans
+from torch_echo.compile._partition import Partitioner, plans, tag
 
-__all__ = ["Capture", "Partitioner", "capture", "echo", "echo_eager", "plans"]
+__all__ = ["Capture", "Partitioner", "capture", "echo", "echo_eager", "plans", "tag"]

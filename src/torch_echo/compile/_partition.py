@@ -7,6 +7,7 @@ knows how to extract the two graphs, to replay random numbers and to put what is
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch_echo.options import Options
 from torch_echo.planning import Plan, plan
 from torch_echo.report.explanation import Explanation
 
-__all__ = ["Partitioner", "plans"]
+__all__ = ["Partitioner", "plans", "tag"]
 
 plans: list[Explanation] = []
 """Of the graphs that were compiled in this process, in order."""
@@ -54,7 +55,7 @@ class Partitioner:
                 raise
             warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
             return compat.partition(joint, inputs, tagged=False, **kwargs)
-        tag(found, made)
+        tag(found, made.dropped, made.rerun)
         return compat.partition(joint, inputs, tagged=True, **kwargs)
 
     def _plan(self, found: Capture, device: torch.device) -> Plan:
@@ -72,13 +73,14 @@ class Partitioner:
         return made
 
 
-def tag(found: Capture, made: Plan) -> None:
-    """Write a plan on the nodes of a joint graph. What reads an input that is overwritten is kept, whatever the plan says."""
+def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
+    """Write a plan on the nodes of a joint graph: the values that it drops, and the ops that it re-runs for them. What reads an
+    input that is overwritten is kept, whatever the plan says."""
     graph = found.graph
-    rerun = set(made.rerun)
+    rerun = set(ops)
     for node, value in found.value_of.items():
         if node.op != "placeholder":
-            again = value in made.dropped or graph.values[value].producer < 0
+            again = value in dropped or graph.values[value].producer < 0
             compat.tag_recompute(node, again and node not in found.stale)
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs

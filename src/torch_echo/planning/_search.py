@@ -18,6 +18,7 @@ Method. Many cuts at different prices, each judged by a full replay; the front o
    order and the other after it, both ways.
 5. *Classes*: drop or keep all instances of one class, or the first or last half, from points of the front; taken if it
    improves. In graphs of a few values, also one or two values at a time.
+6. *Room*: from points of the front, what is dearest to re-run is kept as far as the peak allows up to the next point.
 
 Cost. A few dozen replays for 100,000 ops, some hundreds for small graphs: the number is fixed by the size of the graph,
 never by a clock, so planning is deterministic.
@@ -58,6 +59,7 @@ class Effort:
     moments: int
     order: int
     classes: int
+    room: int = 0
 
     @classmethod
     def for_size(cls, ops: int) -> Effort:
@@ -70,6 +72,7 @@ class Effort:
             moments=max(4, total // 6),
             order=max(12, total // 4),
             classes=total // 4 if small else 0,
+            room=total // 2,
         )
 
 
@@ -120,6 +123,7 @@ class Search:
             self.order()
             self.classes()
             self.values()
+            self.room()
         self.front.candidates = self.replays
         return self.front
 
@@ -384,6 +388,45 @@ class Search:
                 moved = self.cut.complete(mask & self.cut.rebuildable)
                 if moved is not None:
                     self.judge(moved, origin)
+
+    # -- 6 -----------------------------------------------------------------------------------------------------------
+
+    def room(self) -> None:
+        """Keep more, where there is room below the next point's peak: at the least peak first, then where the front is
+        thinnest."""
+        limit = self.replays + self.effort.room
+        done: set[frozenset[int]] = set()
+        while self.replays < limit:
+            pairs = [p for p in pairwise(self.front.points) if p[0].dropped not in done]
+            if not pairs:
+                return
+            if not done:
+                small, large = pairs[0]
+            else:  # by seconds, and by how many times as many
+                small, large = max(pairs, key=self._gap if len(done) % 2 else self._relative_gap)
+            share = 8 if done else 3
+            done.add(small.dropped)
+            self._fill(small, large.peak - 1, min(limit, self.replays + max(8, self.effort.room // share)))
+
+    def _relative_gap(self, pair: tuple[Point, Point]) -> float:
+        small, large = pair
+        return (large.peak - small.peak) * (1 - large.extra_seconds / max(1e-30, small.extra_seconds))
+
+    def _fill(self, point: Point, most: int, limit: int) -> None:
+        """Keep what is dearest to re-run, in parts that are halved where they don't fit, up to a peak of `most`."""
+        mask = self._mask(point)
+        made = np.flatnonzero(mask & self.cut.keepable)
+        made = made[np.argsort(-self.replayer.op_cost[self.replayer.v_producer[made]], kind="stable")]
+        todo = [part for part in np.array_split(made, 8) if len(part)][::-1]
+        while todo and self.replays < limit:
+            part = todo.pop()
+            trial = mask.copy()
+            trial[part] = False
+            moved = self.cut.complete(trial)
+            if moved is not None and self.judge(moved, "room")[0].peak <= most:
+                mask = moved
+            elif len(part) > 1:
+                todo += np.array_split(part, 2)[::-1]
 
     @staticmethod
     def _moves(group: NDArray[np.int64], mask: Mask) -> list[Move]:
