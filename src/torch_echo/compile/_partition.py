@@ -1,7 +1,8 @@
 """A partitioner for AOTAutograd: plans a joint graph and has PyTorch split it accordingly.
 
 The plan is written as recompute tags on the nodes of the forward pass, all in one region, for PyTorch's own partitioner, which
-knows how to extract the two graphs, to replay random numbers and to put what is recomputed just before its first reader.
+knows how to extract the two graphs, to replay random numbers and to put what is recomputed just before its first reader. Where
+values are rebuilt more than once, which tags can't say, the re-runs are written into the graph (see ``_clone``).
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_echo import compat
+from torch_echo import compat, nested
 from torch_echo.compile._capture import Capture, capture
+from torch_echo.compile._clone import clone
 from torch_echo.compile._fusion import FusedCost
 from torch_echo.cost import AnalyticCost, CostCache, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
-from torch_echo.footprint import replay
+from torch_echo.footprint import Replayer
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
-from torch_echo.planning import Plan, plan
+from torch_echo.planning import Plan, footprint_of, plan
 from torch_echo.report.explanation import Explanation
 
 __all__ = ["Partitioner", "plans", "tag"]
@@ -55,7 +57,11 @@ class Partitioner:
                 raise
             warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
             return compat.partition(joint, inputs, tagged=False, **kwargs)
-        tag(found, made.dropped, made.rerun)
+        if made.groups:
+            replayer = Replayer(found.graph)
+            clone(joint, found, made.dropped, made.groups, nested.schedule(replayer, made.dropped, made.groups))
+        else:
+            tag(found, made.dropped, made.rerun)
         return compat.partition(joint, inputs, tagged=True, **kwargs)
 
     def _plan(self, found: Capture, device: torch.device) -> Plan:
@@ -68,8 +74,10 @@ class Partitioner:
             max_overhead=options.max_overhead,
             policy=options.policy,
             on_infeasible=options.on_infeasible,
+            nested=True,
         )
-        plans.append(Explanation(graph, made, replay(graph), replay(graph, made.dropped)))
+        replayer = Replayer(graph)
+        plans.append(Explanation(graph, made, replayer.replay(), footprint_of(replayer, made)))
         return made
 
 

@@ -10,7 +10,7 @@ from torch_echo.planning._cut import MinCut
 from torch_echo.planning._explain import Decision
 from torch_echo.planning._front import Front, Point
 from torch_echo.planning._paper import is_heavy
-from torch_echo.planning._plan import DEFAULT_MAX_OVERHEAD, Plan, plan
+from torch_echo.planning._plan import DEFAULT_MAX_OVERHEAD, Plan, footprint_of, plan
 from torch_echo.planning._prices import Prices
 from torch_echo.planning._search import Effort, front
 
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Point",
     "Prices",
+    "footprint_of",
     "front",
     "is_heavy",
     "plan",

@@ -19,6 +19,8 @@ class Point:
     """What the plan adds to the step."""
     origin: str
     """Which search found it."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Values that are rebuilt together, ahead of others that are made from them: see :mod:`torch_echo.nested`."""
 
 
 class Front:

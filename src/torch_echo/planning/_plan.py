@@ -12,6 +12,7 @@ import numpy as np
 from torch_echo.errors import BudgetInfeasible, OptionError
 from torch_echo.footprint import Footprint, Replayer
 from torch_echo.graph import TrainingGraph
+from torch_echo.nested import replay as replay_nested
 from torch_echo.planning._cut import MinCut
 from torch_echo.planning._explain import Decision, explain
 from torch_echo.planning._front import Front, Point
@@ -20,7 +21,7 @@ from torch_echo.planning._prices import Prices
 from torch_echo.planning._search import Search
 from torch_echo.units import format_bytes
 
-__all__ = ["DEFAULT_MAX_OVERHEAD", "Plan", "plan"]
+__all__ = ["DEFAULT_MAX_OVERHEAD", "Plan", "footprint_of", "plan"]
 
 DEFAULT_MAX_OVERHEAD = 0.05
 """Fraction of the step's time, where neither a budget nor an overhead is asked for."""
@@ -43,8 +44,10 @@ class Plan:
     step_seconds: float
     """Duration of the step without it."""
     rerun: list[int]
-    """Ops that run again, in order."""
+    """Ops that run again, in order; more than once where `groups` say so."""
     policy: str
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Values that are rebuilt together, ahead of others that are made from them: see :mod:`torch_echo.nested`."""
     notes: list[str] = field(default_factory=list)
     """What was asked for, what was exact and what was searched."""
     decisions: list[Decision] = field(default_factory=list)
@@ -65,13 +68,14 @@ def plan(
     on_infeasible: Literal["raise", "least"] = "raise",
     fixed_seconds: Callable[[frozenset[int]], float] | None = None,
     front: Front | None = None,
+    nested: bool = False,
 ) -> Plan:
     """Plan a graph.
 
     `budget`: bytes that the replayed peak may reach; the fastest plan that fits is taken. `max_overhead`: fraction of
     the step's time that re-running may cost; the plan with the least peak is taken. With neither: an overhead of 0.05.
     `fixed_seconds`: see :func:`torch_echo.planning.front`. `front`: one that was made for this graph before, to choose
-    from.
+    from. `nested`: the engine can rebuild values more than once.
 
     Raises BudgetInfeasible if no plan fits and `on_infeasible` is "raise"; with "least" the plan with the least peak is
     taken.
@@ -89,7 +93,7 @@ def plan(
         floor = point.peak
     else:
         if front is None:
-            front = Search(prices, fixed_seconds).run()
+            front = Search(prices, fixed_seconds).run(nested)
         floor = front.least.peak
         point, fits = _choose(front, graph, budget, max_overhead)
         notes.append(
@@ -97,7 +101,7 @@ def plan(
             f"searched: the prices ({front.candidates} candidates replayed, {len(front.points)} on the front)"
         )
     base = replayer.replay()
-    footprint = replayer.replay(point.dropped)
+    footprint = footprint_of(replayer, point)
     if not fits and budget is not None:
         if on_infeasible == "raise":
             held = [(layer, kind, n) for (layer, kind), n in footprint.composition().items()]
@@ -112,9 +116,17 @@ def plan(
         step_seconds=graph.step_seconds,
         rerun=footprint.rerun,
         policy=policy,
+        groups=point.groups,
         notes=notes,
         decisions=explain(prices, point.dropped, base, footprint),
     )
+
+
+def footprint_of(replayer: Replayer, point: Point | Plan) -> Footprint:
+    """The footprint of a plan."""
+    if point.groups:
+        return replay_nested(replayer, point.dropped, point.groups)
+    return replayer.replay(point.dropped)
 
 
 def _check(budget: int | None, max_overhead: float | None, policy: str, on_infeasible: str) -> None:

@@ -19,11 +19,12 @@ Method. Many cuts at different prices, each judged by a full replay; the front o
 5. *Classes*: drop or keep all instances of one class, or the first or last half, from points of the front; taken if it
    improves. In graphs of a few values, also one or two values at a time.
 6. *Room*: from points of the front, what is dearest to re-run is kept as far as the peak allows up to the next point.
+7. *Nested segments*, for engines that can rebuild values more than once: see ``_segments``.
 
 Cost. A few dozen replays for 100,000 ops, some hundreds for small graphs: the number is fixed by the size of the graph,
 never by a clock, so planning is deterministic.
 
-What it does not do. Each cut is optimal at its prices; the front is not proved optimal. No value is rebuilt twice.
+What it does not do. Each cut is optimal at its prices; the front is not proved optimal.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch_echo.planning._cut import MinCut
 from torch_echo.planning._front import Front, Point
 from torch_echo.planning._paper import paper_plan
 from torch_echo.planning._prices import Prices
+from torch_echo.planning._segments import nested_points
 
 __all__ = ["Effort", "Search", "front"]
 
@@ -82,13 +84,14 @@ def front(
     *,
     effort: Effort | None = None,
     replayer: Replayer | None = None,
+    nested: bool = False,
 ) -> Front:
     """All plans worth having for `graph`.
 
     `fixed_seconds`: what an engine costs beyond the re-runs when a given set is dropped, for instance its dispatch
-    mode.
+    mode. `nested`: the engine can rebuild values more than once.
     """
-    return Search(Prices(MinCut(replayer or Replayer(graph))), fixed_seconds, effort).run()
+    return Search(Prices(MinCut(replayer or Replayer(graph))), fixed_seconds, effort).run(nested)
 
 
 class Search:
@@ -114,8 +117,8 @@ class Search:
         self._swept: list[tuple[float, Mask, Point]] = []
         self._swept_at_peak: list[tuple[float, Mask, Point]] = []
 
-    def run(self) -> Front:
-        """All parts, one after the other."""
+    def run(self, nested: bool = False) -> Front:
+        """All parts, one after the other; see :func:`front`."""
         if len(self.cut.ops):
             self.sweep()
             self.moments()
@@ -124,6 +127,10 @@ class Search:
             self.classes()
             self.values()
             self.room()
+        if nested:
+            for point in nested_points(self.prices):
+                self.replays += 1
+                self.front.add(point)
         self.front.candidates = self.replays
         return self.front
 
