@@ -210,9 +210,12 @@ def transformer(layers: int, width: int = 64, rows: int = 256) -> TrainingGraph:
     return b.backward()
 
 
-def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = False) -> TrainingGraph:
+def random_graph(
+    rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = False, functional: bool = False
+) -> TrainingGraph:
     """A random iteration: several outputs, in-place versions, random and keep-only ops, values that the script holds,
-    saves that are never read. With `keeps_graph`, two passes, of which the first keeps the graph."""
+    saves that are never read. With `keeps_graph`, two passes, of which the first keeps the graph. `functional`: nothing is
+    overwritten, what is saved is read, and the script holds nothing when backward begins."""
     g = TrainingGraph(
         base_bytes=rng.choice([0, 100]),
         rerun_overhead=rng.choice([0.0, 0.25]),
@@ -240,7 +243,7 @@ def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = Fa
         writes = []
         traits = rng.choice([Trait.NONE] * 6 + [Trait.RANDOM, Trait.KEEP])
         overwritable = [s for s, v in current.items() if v not in saved]
-        if overwritable and rng.random() < 0.3:
+        if overwritable and not functional and rng.random() < 0.3:
             s = rng.choice(overwritable)
             old = current[s]
             if rng.random() < 0.7:
@@ -285,7 +288,7 @@ def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = Fa
                 g.storages[s].held = now()
                 del last[s]
 
-    script_lets_go(0.7)
+    script_lets_go(1.0 if functional else 0.7)
     released: dict[int, int] = {}
 
     def run(part: list[tuple[int, list[int]]], keep: bool) -> list[Save]:
@@ -293,7 +296,7 @@ def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = Fa
         for o, node in part:
             begin, mine = now(), []
             for v in node:
-                unpack = -1 if rng.random() < 0.1 else now()
+                unpack = -1 if not functional and rng.random() < 0.1 else now()
                 mine.append(Save(v, g.ops[o].end, unpack, -1, len(g.ops)))
             if rng.random() < 0.7:
                 g.storages.append(Storage(rng.choice([1, 10, 30]), Kind.GRADIENT, "", now(), -1))
@@ -352,7 +355,9 @@ def random_graph(rng: random.Random, max_ops: int = 8, *, keeps_graph: bool = Fa
     return g
 
 
-def random_graphs(max_ops: int = 8, *, keeps_graph: bool = False) -> st.SearchStrategy[TrainingGraph]:
+def random_graphs(
+    max_ops: int = 8, *, keeps_graph: bool = False, functional: bool = False
+) -> st.SearchStrategy[TrainingGraph]:
     """Hypothesis strategy over :func:`random_graph`."""
-    seeds = st.integers(0, 2**32)
-    return seeds.map(lambda seed: random_graph(random.Random(seed), max_ops, keeps_graph=keeps_graph))
+    given = {"keeps_graph": keeps_graph, "functional": functional}
+    return st.integers(0, 2**32).map(lambda seed: random_graph(random.Random(seed), max_ops, **given))
