@@ -114,3 +114,61 @@ def test_a_case_in_its_own_process() -> None:
     result = json.loads(done.stdout)
     assert result["equal"]
     assert result["peak"] == pytest.approx(result["predicted"], rel=0.005)
+
+
+class TestPlanner:
+    """torch-echo bench planner."""
+
+    @pytest.fixture(scope="class")
+    def swept(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
+        from benchmarks.planner.models import MODELS, Block
+        from benchmarks.planner.sweep import sweep
+
+        class Small(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = torch.nn.ModuleList(Block(32, 4) for _ in range(4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.blocks:
+                    x = block(x)
+                return x.square().mean()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCH_ECHO_CACHE", str(tmp_path_factory.mktemp("cost")))
+            patch.setitem(MODELS, "small", lambda: (Small(), (torch.randn(4, 32, 32),)))
+            yield sweep("small")
+        torch._dynamo.reset()
+
+    def test_the_judge_agrees_with_the_replay(self, swept: Any) -> None:
+        """It reads the two graphs, and knows nothing of the plan that they come from."""
+        assert all(row.echo_judged == pytest.approx(row.echo_peak, rel=1e-3) for row in swept.rows)
+        assert swept.rows[0].torch_seconds <= swept.rows[-1].torch_seconds
+        assert all(row.echo_peak <= row.torch_peak for row in swept.rows if row.torch_peak >= swept.floor)
+
+    def test_where_their_peak_has_risen_again(self, swept: Any) -> None:
+        front = swept.on_their_front()
+        peaks = [row.torch_peak for row in front]
+        assert peaks == sorted(peaks, reverse=True)
+
+    def test_what_is_written(self, swept: Any, tmp_path: Path) -> None:
+        from benchmarks.planner.output import show, write
+
+        show(swept)
+        data, picture = write([swept], tmp_path)
+        figures = json.loads(data.read_text())
+        assert figures["models"][0]["model"] == "small"
+        assert len(figures["models"][0]["rows"]) == len(swept.rows)
+        assert "plotly" in picture.read_text()
+
+    def test_from_the_command_line(self) -> None:
+        def run(*args: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run([sys.executable, "-m", "torch_echo", "bench", *args], capture_output=True, text=True)
+
+        shown = run("planner", "--help")
+        assert shown.returncode == 0
+        assert "activation_memory_budget" in shown.stdout
+        for args, said in ((("nothing",), "'nothing' is not"), (("planner", "--out", "/nowhere"), "no such folder")):
+            found = run(*args)
+            assert found.returncode == 2
+            assert said in found.stderr

@@ -11,14 +11,15 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+DESCRIPTION = """torch-echo's plans for the joint graphs of five models and a deep one, beside those of PyTorch's partitioner at
+the points of activation_memory_budget: peak and extra time under the same measured costs. Writes planner.json and planner.html."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Sweep the models asked for, and write what was found."""
     from benchmarks.planner.models import MODELS
 
-    parser = argparse.ArgumentParser(
-        prog="torch-echo bench planner", description=sys.modules["benchmarks.planner"].__doc__
-    )
+    parser = argparse.ArgumentParser(prog="torch-echo bench planner", description=DESCRIPTION)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="only this one (may be repeated)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="for planner.json and planner.html")
     args = parser.parse_args(argv)

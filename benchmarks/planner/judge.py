@@ -52,9 +52,8 @@ class Judge:
                 self.live += sum(compat.size_hint(t.untyped_storage().nbytes()) for t in _tensors(node))
         given = _storages(n for n in second if n.op == "placeholder")
         self._run(second, given | older | users, older | users | _storages(made))
-        again = [n.name for n in second if n.op == "call_function" and _origin(n.name, self.forward)]
-        seconds = sum(self.seconds.get(_origin(name, self.forward), 0.0) for name in again)
-        return Verdict(self.peak, seconds, len(again))
+        again = [n.name for n in second if n.op == "call_function" and n.name in self.forward]
+        return Verdict(self.peak, sum(self.seconds.get(name, 0.0) for name in again), len(again))
 
     def _run(self, nodes: list[fx.Node], there: set[int], stay: set[int]) -> None:
         size: dict[int, int] = {}
@@ -78,11 +77,6 @@ class Judge:
                 self.peak = max(self.peak, self.live + self.workspace.get(node.name, 0))
             self.live -= sum(size[key] for key in going.get(i, ()) if key in there)
             there.difference_update(going.get(i, ()))
-
-
-def _origin(name: str, forward: set[str]) -> str:
-    """The forward node that a backward graph's node runs again, or ""."""
-    return name if name in forward else ""
 
 
 def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
