@@ -100,8 +100,11 @@ def _run(
 
 @_cli.command("explain", short_help="What would be done about a saved training graph.")
 @_plan_options
+@click.option(
+    "--bound", is_flag=True, help="Also how far the plan is from the best: an integer program, minutes at most."
+)
 @click.argument("graph_file", metavar="GRAPHFILE")
-def _explain(graph_file: str, **given: Any) -> None:
+def _explain(graph_file: str, bound: bool, **given: Any) -> None:
     """Show where the memory of a saved training graph goes, and what would be kept and rebuilt with these options."""
     options = Options.from_env({}, **_given(given))
     from torch_echo.report.explanation import Explanation
@@ -111,6 +114,8 @@ def _explain(graph_file: str, **given: Any) -> None:
     except OSError as error:
         raise GraphFileError(f"can't read the graph file {graph_file!r}: {error.strerror}") from error
     click.echo(str(explanation))
+    if bound:
+        click.echo(explanation.distance())
 
 
 @_cli.command("env", short_help="What a bug report needs to say of this machine.")

@@ -3,9 +3,10 @@
 :func:`plan` is the way in: it takes a graph and a budget and returns a :class:`Plan`. Behind it, in the order in which
 the parts run: ``_cut`` (the exact trade at given prices), ``_prices`` (which prices), ``_search`` (candidates, each
 replayed), ``_front`` (those worth having), ``_explain`` (reasons). ``_paper`` is the rule of the Echo paper, a
-baseline.
+baseline; ``_segments`` plans that rebuild values more than once; ``_bound`` what no plan can beat.
 """
 
+from torch_echo.planning._bound import Bound, bound
 from torch_echo.planning._cut import MinCut
 from torch_echo.planning._explain import Decision
 from torch_echo.planning._front import Front, Point
@@ -16,6 +17,7 @@ from torch_echo.planning._search import Effort, front
 
 __all__ = [
     "DEFAULT_MAX_OVERHEAD",
+    "Bound",
     "Decision",
     "Effort",
     "Front",
@@ -23,6 +25,7 @@ __all__ = [
     "Plan",
     "Point",
     "Prices",
+    "bound",
     "footprint_of",
     "front",
     "is_heavy",

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_echo.footprint import Footprint
-from torch_echo.graph import TrainingGraph
-from torch_echo.planning import Plan
+from torch_echo.graph import Phase, TrainingGraph
+from torch_echo.planning import Plan, bound
 
 if TYPE_CHECKING:
     from torch_echo.options import Options
 
 __all__ = ["Explanation"]
+
+
+MOST_OPS = 400
+"""For which :meth:`Explanation.distance` tries."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +50,21 @@ class Explanation:
         )
         replayer = Replayer(graph)
         return cls(graph, made, replayer.replay(), replayer.replay(made.dropped))
+
+    def distance(self, time_limit: float = 60.0) -> str:
+        """In words: how far the plan's time is from the least at its peak. `time_limit`: seconds for the solver."""
+        from torch_echo.report.tables import format_seconds
+
+        ops = sum(op.phase == Phase.FORWARD for op in self.graph.ops)
+        if ops > MOST_OPS:
+            return f"no bound: an integer program of {ops:,} forward ops would take hours; it is for {MOST_OPS} at most"
+        found = bound(self.graph, self.plan.peak, time_limit=time_limit)
+        mine = self.after.extra_seconds
+        least = f"at this peak no plan that rebuilds values once takes less than {format_seconds(found.seconds)}"
+        if mine <= found.seconds * 1.0005:
+            return f"{least}: this one is optimal"
+        near = f"this one takes {format_seconds(mine)}"
+        return f"{least}{'' if found.optimal else ' (the optimum may be higher: it was not found in time)'}: {near}"
 
     def __str__(self) -> str:
         from torch_echo.report.tables import render_explanation
