@@ -126,6 +126,7 @@ class TestRefused:
             (["run", "--policy", "best", "script.py"], ["'best'", "'echo' or 'paper'"]),
             (["run", "--cost", "free", "script.py"], ["'free'", "'measured' or 'analytic'"]),
             (["run", "--on-infeasible", "cry", "script.py"], ["'cry'", "'raise' or 'least'"]),
+            (["run", "--engine", "steam", "script.py"], ["'steam'", "'tape' or 'compile'"]),
             (["run", "--report", "nope/x.json", "script.py"], ["--report", "nope", "does not exist"]),
             (["run", "--report", ".", "script.py"], ["--report", "is a folder"]),
             (["explain"], ["GRAPHFILE"]),

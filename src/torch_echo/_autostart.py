@@ -111,11 +111,7 @@ class Activation:
 
             os.environ[PARENT] = str(self._pid)
             hook_exceptions()
-        factory = self._factory
-        if factory is None:
-            from torch_echo.tape.session import Session
-
-            factory = Session
+        factory = self._factory or engine(os.environ.get("TORCH_ECHO_ENGINE", "").strip() or "tape")
         self._opened_with = self._options()
         session = factory(self._opened_with, name="run", on_event=_progress if _on_terminal() else None)
         session.watch_all()
@@ -163,6 +159,29 @@ class Activation:
 
 
 _current: Activation | None = None
+
+
+def engine(name: str) -> SessionFactory:
+    """What makes a session of the engine "tape" or "compile"; raises OptionError for another name. Imports torch when called."""
+    if name not in ("tape", "compile"):
+        from torch_echo.errors import OptionError
+
+        raise OptionError(f"engine={name!r}: must be 'tape' or 'compile'")
+
+    def make(options: Options, *, name: str, on_event: Callable[[str], None] | None) -> SessionLike:
+        session: SessionLike
+        if chosen == "compile":
+            from torch_echo.compile import CompileSession
+
+            session = CompileSession(options, name=name, on_event=on_event)
+        else:
+            from torch_echo.tape.session import Session
+
+            session = Session(options, name=name, on_event=on_event)
+        return session
+
+    chosen = name
+    return make
 
 
 def current() -> Activation | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from torch_echo._autostart import engine as choose_engine
 from torch_echo._version import __version__
 from torch_echo.errors import GraphFileError, OptionError, TorchEchoError
 from torch_echo.launch import Target, fail, launch
@@ -70,10 +71,16 @@ def _cli() -> None:
 @click.option(
     "--graph", "graph_file", metavar="FILE", help="Write the recorded training graph, for torch-echo explain."
 )
+@click.option("--engine", metavar="tape|compile", help="tape: eager ops as they run; compile: torch.compile.")
 @click.option("-m", "module", is_flag=True, help="Run a module, as python -m does.")
 @click.argument("program", metavar="SCRIPT|MODULE [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def _run(
-    program: tuple[str, ...], module: bool, report_file: str | None, graph_file: str | None, **given: Any
+    program: tuple[str, ...],
+    module: bool,
+    report_file: str | None,
+    graph_file: str | None,
+    engine: str | None,
+    **given: Any,
 ) -> _Action:
     """Run a training script, unmodified, in less memory.
 
@@ -94,8 +101,9 @@ def _run(
     if os.environ.get("TORCH_ECHO") == "0":
         print("torch-echo: off, because TORCH_ECHO=0 is set: the script runs as plain PyTorch", file=sys.stderr)
         options = None
+    factory = choose_engine(engine or os.environ.get("TORCH_ECHO_ENGINE", "").strip() or "tape")
     target = Target(program[0], program[1:], module)
-    return lambda: launch(target, options, report_file=report_file, graph_file=graph_file)
+    return lambda: launch(target, options, report_file=report_file, graph_file=graph_file, session_factory=factory)
 
 
 @_cli.command("explain", short_help="What would be done about a saved training graph.")

@@ -625,6 +625,13 @@ MANY_READERS = 4
 """A value with more than so many readers has a gradient of as many parts."""
 
 
+def backend_failure() -> type[Exception]:
+    """What Dynamo raises for any error of a backend; the error is its ``inner_exception``."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return BackendCompilerFailed
+
+
 def inductor(
     module: fx.GraphModule, inputs: Any, partitioner: Callable[..., Any], key: str, patches: dict[str, Any]
 ) -> Callable[..., Any]:

@@ -26,10 +26,14 @@ from torch_echo.options import Options
 from torch_echo.planning import Plan, footprint_of, plan
 from torch_echo.report.explanation import Explanation
 
-__all__ = ["Partitioner", "plans", "tag"]
+__all__ = ["Partitioner", "left", "plans", "tag"]
 
 plans: list[Explanation] = []
 """Of the graphs that were compiled in this process, in order."""
+
+
+left: list[str] = []
+"""Why graphs were left to PyTorch's own partition, in order."""
 
 
 class Partitioner:
@@ -55,6 +59,7 @@ class Partitioner:
         except TorchEchoError as error:
             if self.options.strict:
                 raise
+            left.append(str(error))
             warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
             return compat.partition(joint, inputs, tagged=False, **kwargs)
         if made.groups:

@@ -8,7 +8,7 @@ between the same outer waists, rebuilt ahead of that part of backward (see :mod:
 rebuilt once more, stretch by stretch. In the last part what crosses is kept: backward begins there. A replay for each of some
 numbers of stretches and some k.
 
-Cost. A replay a candidate, some twenty in all; about two seconds for 10,000 ops.
+Cost. A replay a candidate, some twenty in all, four for 100,000 ops; about two seconds for 10,000, ten for 100,000.
 
 What it does not do. Two levels only; everything is rebuilt, whatever it costs, so these are plans for the low end of the front.
 
@@ -17,6 +17,7 @@ Source. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,6 +37,9 @@ _SHORTEST = 6
 _WINDOW = 0.45
 """How far from its even place a waist may lie, in stretches."""
 
+_REPLAYED = 300_000
+"""Ops in all replays together."""
+
 Mask = NDArray[np.bool_]
 
 
@@ -43,15 +47,12 @@ def nested_points(prices: Prices) -> Iterator[Point]:
     """Plans with groups, replayed."""
     forward = [o for o, op in enumerate(prices.replayer.graph.ops) if op.phase == Phase.FORWARD]
     crossing = _Crossing(prices, forward)
-    for stretches in _STRETCHES:
-        if stretches * _SHORTEST > len(forward):
-            return
-        waists = crossing.waists(stretches)
-        for parts in _PARTS:
-            if 2 * parts <= len(waists):
-                point = _plan(prices, crossing, waists, parts)
-                if point is not None:
-                    yield point
+    ways = [(s, p) for s in _STRETCHES for p in _PARTS if s * _SHORTEST <= len(forward) and 2 * p < s]
+    ways.sort(key=lambda way: abs(math.log(way[1] ** 2 / way[0])))  # at the root, parts and stretches in them balance
+    for stretches, parts in ways[: max(4, _REPLAYED // max(1, len(forward)))]:
+        point = _plan(prices, crossing, crossing.waists(stretches), parts)
+        if point is not None:
+            yield point
 
 
 class _Crossing:
@@ -91,6 +92,8 @@ class _Crossing:
 
 def _plan(prices: Prices, crossing: _Crossing, waists: list[int], parts: int) -> Point | None:
     replayer, cut = prices.replayer, prices.cut
+    if 2 * parts > len(waists):
+        return None
     outer = [waists[i] for i in np.linspace(0, len(waists), parts + 1).astype(int)[1:-1]]
     kept = np.zeros(replayer.n_values, bool)
     for op in outer:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Summary"]
+from torch_echo.graph import TrainingGraph
+
+__all__ = ["Summary", "rebuilt_by_layer"]
 
 
 @dataclass(kw_only=True)
@@ -29,5 +32,18 @@ class Summary:
     """(layer, bytes, values) dropped and rebuilt in a step."""
     unhandled: list[tuple[str, str, str]] = field(default_factory=list)
     """(what, why, where) was left to plain PyTorch; `where` is "file:line", or "" where no line is to blame."""
+    compiled_graphs: int = 0
+    """How many graphs of ``torch.compile`` were planned; 0 with the tape. Peaks are then the largest graph's."""
     plan_notes: list[str] = field(default_factory=list)
     """Remarks of the planner, one line each."""
+
+
+def rebuilt_by_layer(plans: Iterable[tuple[TrainingGraph, Collection[int]]]) -> list[tuple[str, int, int]]:
+    """What plans drop and rebuild, as :attr:`Summary.rebuilt`, the most first."""
+    by_layer: dict[str, tuple[int, int]] = {}
+    for graph, dropped in plans:
+        for v in dropped:
+            layer = graph.ops[graph.values[v].producer].layer
+            size, count = by_layer.get(layer, (0, 0))
+            by_layer[layer] = (size + graph.nbytes(v), count + 1)
+    return sorted(((k, b, n) for k, (b, n) in by_layer.items()), key=lambda r: -r[1])

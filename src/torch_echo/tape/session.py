@@ -34,7 +34,7 @@ from torch_echo.graph import Kind, TrainingGraph
 from torch_echo.options import Options
 from torch_echo.planning import Plan, plan
 from torch_echo.report.explanation import Explanation
-from torch_echo.report.summary import Summary
+from torch_echo.report.summary import Summary, rebuilt_by_layer
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
@@ -213,13 +213,7 @@ class Session:
             if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
         )
         s.extra_seconds, s.step_seconds = self.plan.extra_seconds, self.plan.step_seconds
-        by_layer: dict[str, tuple[int, int]] = {}
-        for v in self.plan.dropped:
-            value = self.graph.values[v]
-            layer = self.graph.ops[value.producer].layer
-            size, count = by_layer.get(layer, (0, 0))
-            by_layer[layer] = (size + self.graph.nbytes(v), count + 1)
-        s.rebuilt = sorted(((k, b, n) for k, (b, n) in by_layer.items()), key=lambda r: -r[1])
+        s.rebuilt = rebuilt_by_layer([(self.graph, self.plan.dropped)])
         return s
 
     # --- modules -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""``torch-echo run --engine compile``: each root module of a script is compiled at its first training call.
+
+A root is a module that is called for training from outside of any other. Its calls go to a compiled function beside it; the module
+itself, its class, state and pickle are as ever. Evaluation, and what is compiled already, are left alone. The script's own code
+between a root's call and ``backward`` is not compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torch_echo import compat
+from torch_echo.compile._partition import left, plans
+from torch_echo.errors import TorchEchoError
+from torch_echo.graph import TrainingGraph
+from torch_echo.options import Options
+from torch_echo.report.summary import Summary, rebuilt_by_layer
+
+__all__ = ["CompileSession"]
+
+
+def _root(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+class _Local(threading.local):
+    inside = False
+    """In a root's call."""
+
+
+class CompileSession:
+    """Compiles the roots of a process; the face of :class:`torch_echo.tape.session.Session` that a run needs."""
+
+    def __init__(
+        self, options: Options, *, name: str = "session", on_event: Callable[[str], None] | None = None
+    ) -> None:
+        self.options = options
+        self.name = name
+        self.on_event = on_event or (lambda _: None)
+        self.steps = 0
+        self.notes: list[tuple[str, str, str]] = []
+        self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Any] | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._local = _Local()
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def graph(self) -> TrainingGraph | None:
+        """That of the last graph that was compiled."""
+        return plans[-1].graph if plans else None
+
+    def watch_all(self) -> None:
+        """Take in every module that is called for training outside of any other."""
+        original = compat.module_call()
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return original(module, *args, **kwargs)
+            return self._call(original, module, args, kwargs)
+
+        compat.set_module_call(call)
+        self._undo.append(lambda: compat.set_module_call(original))
+        self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
+
+    def close(self) -> None:
+        """Stop; what is compiled is not used any more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def summary(self) -> Summary:
+        """What was done; peaks are those of the largest graph, times the sum over all."""
+        s = Summary(steps=self.steps, unhandled=[*self.notes, *(("graph", reason, "") for reason in left)])
+        if plans:
+            largest = max(plans, key=lambda e: e.plan.base_peak).plan
+            s.eager_peak, s.predicted_peak = largest.base_peak, largest.peak
+            s.extra_seconds = sum(e.plan.extra_seconds for e in plans)
+            s.step_seconds = sum(e.plan.step_seconds for e in plans)
+            s.compiled_graphs = len(plans)
+            s.rebuilt = rebuilt_by_layer([(e.graph, e.plan.dropped) for e in plans])
+        return s
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+
+    def _call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        local = self._local
+        if local.inside or not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
+            return original(module, *args, **kwargs)
+        if module not in self._compiled:
+            self._compiled[module] = self._compile(module)
+        compiled = self._compiled[module]
+        local.inside = True
+        try:
+            return original(module, *args, **kwargs) if compiled is None else compiled(module, args, kwargs)
+        except compat.backend_failure() as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, TorchEchoError):
+                raise inner from None
+            raise
+        finally:
+            local.inside = False
+
+    def _compile(self, module: torch.nn.Module) -> Callable[..., Any] | None:
+        if compat.is_compiled(module):
+            self.notes.append((type(module).__name__, "it is compiled already", ""))
+            return None
+        backend, reason = _backend(module)
+        if reason:
+            self.notes.append((type(module).__name__, reason, ""))
+        self.on_event(f"compiling {type(module).__name__}")
+        # A code object of its own: how often Dynamo compiles is limited for each.
+        code = _root.__code__.replace(co_name=f"{type(module).__name__}_root")
+        given = {k: getattr(self.options, k) for k in Options.__dataclass_fields__}
+        function = types.FunctionType(code, _root.__globals__)
+        compiled: Callable[..., Any] = torch.compile(function, backend=backend, options=given)
+        return compiled
+
+
+def _backend(module: torch.nn.Module) -> tuple[str, str]:
+    """Inductor, where there is what it needs; and if not, why not."""
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    if device == "cuda":
+        needed = "" if importlib.util.find_spec("triton") else "Triton is not installed"
+    else:
+        needed = "" if shutil.which(os.environ.get("CXX", "g++")) else "there is no C++ compiler (g++)"
+    return ("echo", "") if not needed else ("echo_eager", f"run by PyTorch's own kernels instead of Inductor: {needed}")
