@@ -1,0 +1,149 @@
+"""Step times at equal measured peaks: ``python -m benchmarks.equal``.
+
+PyTorch's ``activation_memory_budget`` beside the echo backends. For each budget PyTorch's step is compiled and its peak measured at
+the allocator; torch-echo gets that peak as its memory budget (for Inductor, where the replay is off by some percent, the budget is
+lowered until the measured peak fits). Then the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+
+from benchmarks.measure import peak
+from benchmarks.workloads import load
+
+MIB = 2**20
+CASES = (("gpt", "eager"), ("unet", "eager"), ("decoder", "eager"), ("gpt", "inductor"), ("unet", "inductor"))
+BUDGETS = (0.8, 0.5, 0.3, 0.1)
+
+
+def _model(name: str) -> tuple[Any, tuple[Any, ...]]:
+    made = load(name)
+    return made.module, made.inputs
+
+
+def _theirs(kernels: str, budget: float) -> Callable[..., Any]:
+    """A backend that is PyTorch's own with a budget."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from torch_echo import compat
+
+    def backend(module: Any, inputs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            if kernels == "inductor":
+                from torch._inductor.compile_fx import compile_fx
+
+                return compile_fx(module, inputs)
+            split = aot_autograd(
+                fw_compiler=compat.boxed_compiler, bw_compiler=compat.boxed_compiler,
+                partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
+            )  # fmt: skip
+            return split(module, inputs)
+
+    return backend
+
+
+class _Step:
+    """A compiled training step, and its measured peak."""
+
+    def __init__(self, name: str, backend: Any, options: dict[str, Any] | None = None) -> None:
+        self.module, self.inputs = _model(name)
+        self.run = torch.compile(self.module, backend=backend, options=options)
+        self()
+        self()
+        self.peak = peak(self._keep)
+        self._clear()
+
+    def _keep(self) -> None:
+        torch.manual_seed(0)
+        self.run(*self.inputs).backward()
+
+    def _clear(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+    def __call__(self) -> None:
+        self._keep()
+        self._clear()
+
+
+def measure(name: str, kernels: str, rounds: int) -> list[dict[str, Any]]:
+    """One row for each budget."""
+    from torch_echo.compile import plans
+    from torch_echo.memory import live_bytes
+
+    torch._dynamo.config.recompile_limit = 64
+    _Step(name, "echo_eager", {"max_overhead": 0.0, "cost": "analytic"})
+    graph = plans[-1].graph
+    own = sum(s.nbytes for s in graph.storages if s.alloc < 0)  # what the peaks are above
+    rows = []
+    for budget in BUDGETS:
+        theirs = _Step(name, _theirs(kernels, budget))
+        wanted = theirs.peak
+        mine = None
+        for _ in range(4):
+            others = max(0, live_bytes(torch.device("cpu")) - own)  # models of this process that stand beside
+            options = {"memory_budget": own + others + wanted, "on_infeasible": "least"}
+            mine = _Step(name, "echo" if kernels == "inductor" else "echo_eager", options)
+            if mine.peak <= theirs.peak * 1.005:
+                break
+            wanted -= mine.peak - theirs.peak
+        assert mine is not None
+        seconds: list[tuple[float, float]] = []
+        for i in range(rounds):
+            took: dict[int, float] = {}
+            for which in (0, 1) if i % 2 else (1, 0):
+                began = time.process_time()
+                (theirs, mine)[which]()
+                took[which] = time.process_time() - began
+            seconds.append((took[0], took[1]))
+        rows.append(
+            {
+                "budget": budget, "theirs": theirs.peak, "mine": mine.peak,
+                "theirs_seconds": statistics.median(a for a, _ in seconds),
+                "ratio": statistics.median(b / a for a, b in seconds),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.equal", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore")
+        print(json.dumps(measure(*args.case, args.rounds)))
+        return
+    print("| model, kernels | " + " | ".join(f"budget {b:g}" for b in BUDGETS) + " |")
+    print("| --- |" + " --- |" * len(BUDGETS))
+    for name, kernels in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCH_ECHO_CACHE": folder}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **caches}
+            command = [sys.executable, "-m", "benchmarks.equal", "--case", name, kernels, "--rounds", str(args.rounds)]
+            done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        rows = json.loads(done.stdout.splitlines()[-1])
+        cells = [f"{r['theirs'] / MIB:.1f}, {r['mine'] / MIB:.1f} ({r['ratio']:.2f}x)" for r in rows]
+        print(f"| {name}, {kernels} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
