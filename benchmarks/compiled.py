@@ -64,7 +64,7 @@ def prepare(workload: str, system: str) -> tuple[Callable[[], None], dict[str, A
     clear()
     if plans:
         graph, plan = plans[-1].graph, plans[-1].plan
-        own = graph.base_bytes + sum(s.nbytes for s in graph.storages if s.alloc < 0)
+        own = graph.base_bytes + graph.older_bytes
         found |= {"predicted": plan.peak - own, "estimate": 1 + plan.overhead}
 
     def timed() -> None:

@@ -11,11 +11,9 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +22,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
-from benchmarks.measure import peak
+from benchmarks.measure import interleave, peak
 from benchmarks.workloads import load
 
 MIB = 2**20
@@ -32,14 +30,8 @@ CASES = (("gpt", "eager"), ("unet", "eager"), ("decoder", "eager"), ("gpt", "ind
 BUDGETS = (0.8, 0.5, 0.3, 0.1)
 
 
-def _model(name: str) -> tuple[Any, tuple[Any, ...]]:
-    made = load(name)
-    return made.module, made.inputs
-
-
 def _theirs(kernels: str, budget: float) -> Callable[..., Any]:
     """A backend that is PyTorch's own with a budget."""
-    from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     from torch_echo import compat
@@ -50,11 +42,7 @@ def _theirs(kernels: str, budget: float) -> Callable[..., Any]:
                 from torch._inductor.compile_fx import compile_fx
 
                 return compile_fx(module, inputs)
-            split = aot_autograd(
-                fw_compiler=compat.boxed_compiler, bw_compiler=compat.boxed_compiler,
-                partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
-            )  # fmt: skip
-            return split(module, inputs)
+            return compat.eager_kernels(min_cut_rematerialization_partition)(module, inputs)
 
     return backend
 
@@ -63,7 +51,8 @@ class _Step:
     """A compiled training step, and its measured peak."""
 
     def __init__(self, name: str, backend: Any, options: dict[str, Any] | None = None) -> None:
-        self.module, self.inputs = _model(name)
+        made = load(name)
+        self.module, self.inputs = made.module, made.inputs
         self.run = torch.compile(self.module, backend=backend, options=options)
         self()
         self()
@@ -89,8 +78,7 @@ def measure(name: str, kernels: str, rounds: int) -> list[dict[str, Any]]:
 
     torch._dynamo.config.recompile_limit = 64
     _Step(name, "echo_eager", {"max_overhead": 0.0, "cost": "analytic"})
-    graph = plans[-1].graph
-    own = sum(s.nbytes for s in graph.storages if s.alloc < 0)  # what the peaks are above
+    own = plans[-1].graph.older_bytes  # what the peaks are above
     rows = []
     for budget in BUDGETS:
         theirs = _Step(name, _theirs(kernels, budget))
@@ -106,21 +94,8 @@ def measure(name: str, kernels: str, rounds: int) -> list[dict[str, Any]]:
                 break
             wanted -= mine.peak - theirs.peak
         assert mine is not None
-        seconds: list[tuple[float, float]] = []
-        for i in range(rounds):
-            took: dict[int, float] = {}
-            for which in (0, 1) if i % 2 else (1, 0):
-                began = time.process_time()
-                (theirs, mine)[which]()
-                took[which] = time.process_time() - began
-            seconds.append((took[0], took[1]))
-        rows.append(
-            {
-                "budget": budget, "theirs": theirs.peak, "mine": mine.peak,
-                "theirs_seconds": statistics.median(a for a, _ in seconds),
-                "ratio": statistics.median(b / a for a, b in seconds),
-            }
-        )  # fmt: skip
+        times = interleave(theirs, mine, rounds).as_json()
+        rows.append({"budget": budget, "theirs": theirs.peak, "mine": mine.peak, "ratio": times["cpu_ratio"]})
     return rows
 
 

@@ -3,15 +3,14 @@ arguments, so that everything goes when it was read for the last time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from torch_echo import compat
 from torch_echo.compile import Capture
+from torch_echo.compile._capture import tensors_of
 from torch_echo.graph import Kind
 
 __all__ = ["Judge", "Verdict"]
@@ -49,7 +48,9 @@ class Judge:
         users = _storages(returned[: self.outputs])
         for node in second:
             if node.op == "placeholder" and compat.is_backward_input(node):
-                self.live += sum(compat.size_hint(t.untyped_storage().nbytes()) for t in _tensors(node))
+                self.live += sum(
+                    compat.size_hint(t.untyped_storage().nbytes()) for t in tensors_of(node.meta.get("val"))
+                )
         given = _storages(n for n in second if n.op == "placeholder")
         self._run(second, given | older | users, older | users | _storages(made))
         again = [n.name for n in second if n.op == "call_function" and n.name in self.forward]
@@ -59,7 +60,10 @@ class Judge:
         size: dict[int, int] = {}
         last: dict[int, int] = {}
         for i, node in enumerate(nodes[:-1]):
-            for t in (*_tensors(node), *(t for n in node.all_input_nodes for t in _tensors(n))):
+            for t in (
+                *tensors_of(node.meta.get("val")),
+                *(t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))),
+            ):
                 key = compat.storage_key(t)
                 size[key], last[key] = compat.size_hint(t.untyped_storage().nbytes()), i
         going: dict[int, list[int]] = {}
@@ -69,7 +73,7 @@ class Judge:
         there = set(there)
         for i, node in enumerate(nodes[:-1]):
             if node.op != "placeholder":
-                for t in _tensors(node):
+                for t in tensors_of(node.meta.get("val")):
                     key = compat.storage_key(t)
                     if key not in there:
                         there.add(key)
@@ -79,12 +83,7 @@ class Judge:
             there.difference_update(going.get(i, ()))
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    for item in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(item, torch.Tensor):
-            yield item
-
-
 def _storages(nodes: Any) -> set[int]:
-    return {compat.storage_key(t) for node in nodes if isinstance(node, fx.Node) for t in _tensors(node)}
+    return {
+        compat.storage_key(t) for node in nodes if isinstance(node, fx.Node) for t in tensors_of(node.meta.get("val"))
+    }

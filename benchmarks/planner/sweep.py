@@ -110,7 +110,7 @@ class _Sweeper:
         found = capture(joint, outputs, cost, Workspaces(cache))
         captured = time.process_time() - began
         graph = found.graph
-        base = sum(s.nbytes for s in graph.storages if s.alloc < 0)
+        base = graph.older_bytes
         judge = Judge(joint, found, outputs)
         began = time.process_time()
         plans = front(graph)
@@ -150,15 +150,9 @@ class _Sweeper:
 
 def sweep(name: str) -> Sweep:
     """Compile a model once, with a partitioner that sweeps."""
-    from torch._dynamo.backends.common import aot_autograd
-
     model, inputs = make(name)
     sweeper = _Sweeper(name)
-    backend = aot_autograd(
-        fw_compiler=compat.boxed_compiler, bw_compiler=compat.boxed_compiler, partition_fn=sweeper,
-        keep_inference_input_mutations=True,
-    )  # fmt: skip
     torch._dynamo.reset()
-    torch.compile(model, backend=backend)(*inputs)
+    torch.compile(model, backend=compat.eager_kernels(sweeper))(*inputs)
     assert sweeper.result is not None
     return sweeper.result

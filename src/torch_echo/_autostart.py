@@ -111,7 +111,7 @@ class Activation:
 
             os.environ[PARENT] = str(self._pid)
             hook_exceptions()
-        factory = self._factory or engine(os.environ.get("TORCH_ECHO_ENGINE", "").strip() or "tape")
+        factory = self._factory or engine()
         self._opened_with = self._options()
         session = factory(self._opened_with, name="run", on_event=_progress if _on_terminal() else None)
         session.watch_all()
@@ -161,26 +161,24 @@ class Activation:
 _current: Activation | None = None
 
 
-def engine(name: str) -> SessionFactory:
-    """What makes a session of the engine "tape" or "compile"; raises OptionError for another name. Imports torch when called."""
-    if name not in ("tape", "compile"):
+def engine(chosen: str | None = None) -> SessionFactory:
+    """What makes a session of the engine "tape" or "compile"; None: as the environment says, or "tape". Raises OptionError for
+    another name. Imports torch when called."""
+    chosen = chosen or os.environ.get("TORCH_ECHO_ENGINE", "").strip() or "tape"
+    if chosen not in ("tape", "compile"):
         from torch_echo.errors import OptionError
 
-        raise OptionError(f"engine={name!r}: must be 'tape' or 'compile'")
+        raise OptionError(f"engine={chosen!r}: must be 'tape' or 'compile'")
 
     def make(options: Options, *, name: str, on_event: Callable[[str], None] | None) -> SessionLike:
-        session: SessionLike
         if chosen == "compile":
             from torch_echo.compile import CompileSession
 
-            session = CompileSession(options, name=name, on_event=on_event)
-        else:
-            from torch_echo.tape.session import Session
+            return CompileSession(options, name=name, on_event=on_event)
+        from torch_echo.tape.session import Session
 
-            session = Session(options, name=name, on_event=on_event)
-        return session
+        return Session(options, name=name, on_event=on_event)
 
-    chosen = name
     return make
 
 

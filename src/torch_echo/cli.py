@@ -101,7 +101,7 @@ def _run(
     if os.environ.get("TORCH_ECHO") == "0":
         print("torch-echo: off, because TORCH_ECHO=0 is set: the script runs as plain PyTorch", file=sys.stderr)
         options = None
-    factory = choose_engine(engine or os.environ.get("TORCH_ECHO_ENGINE", "").strip() or "tape")
+    factory = choose_engine(engine)
     target = Target(program[0], program[1:], module)
     return lambda: launch(target, options, report_file=report_file, graph_file=graph_file, session_factory=factory)
 

@@ -553,6 +553,11 @@ def is_forward_node(node: fx.Node) -> bool:
     return bool(node.meta.get("partitioner_tag") == "is_forward")
 
 
+def boundary(nodes: list[fx.Node]) -> int:
+    """Position from which on the nodes of a joint graph are backward's."""
+    return 1 + max((i for i, node in enumerate(nodes) if is_forward_node(node)), default=-1)
+
+
 def is_backward_input(node: fx.Node) -> bool:
     """Is the placeholder one that only the backward part gets?"""
     return "tangents" in str(node.target) or "bwd_" in str(node.target)
@@ -676,15 +681,23 @@ def inductor_options(mode: str | None, given: dict[str, Any]) -> tuple[dict[str,
 
     known = config.get_config_copy()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
+    own = {}
     for name, value in given.items():
-        if name.replace("-", "_") in known:
-            patches[name.replace("-", "_")] = value
-    return patches, {name: value for name, value in given.items() if name.replace("-", "_") not in known}
+        theirs = name.replace("-", "_")
+        if theirs in known:
+            patches[theirs] = value
+        else:
+            own[name] = value
+    return patches, own
 
 
-def boxed_compiler(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """PyTorch's kernels, called in order; arguments are let go of as they are consumed."""
+def eager_kernels(partitioner: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend of PyTorch's kernels, called in order, on the parts that `partitioner` makes of joint graphs; arguments are let go
+    of as they are consumed."""
+    from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    compiled: Callable[..., Any] = boxed_nop(module, inputs)
-    return compiled
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner, keep_inference_input_mutations=True
+    )
+    return backend

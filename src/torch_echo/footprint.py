@@ -253,6 +253,8 @@ class Replayer:
         events.sort(key=lambda e: e[0])
         table = np.array(events, np.int64).reshape(-1, 4)
         self.ev_tick, self.ev_code, self.ev_value, self.ev_extra = table.T.copy()
+        self.begin = int(self.ev_tick[0]) if len(events) else 0
+        """Tick of the first event of backward."""
         self.keep_spans = [(p.start, p.end) for p in keeping]
         self.v_saved = np.bincount(np.array(saved, np.int64), minlength=self.n_values).astype(np.int64)
 
@@ -312,10 +314,9 @@ class Replayer:
                     want[r] = True
         return np.array(kept[::-1], np.int64)
 
-    def replay(self, dropped: Collection[int] = ()) -> Footprint:
-        """See :func:`replay`."""
-        mask = self.mask(dropped)
-        ops, reads, pending = self.records(mask)
+    def originals(self, mask: NDArray[np.bool_], pinned: IntArray) -> tuple[IntArray, IntArray]:
+        """Of the original blocks, when `mask` is dropped and re-runs read the values `pinned`, which are not: the ends, and the
+        changes of bytes at each tick. That `pinned` ones may live on is not in it."""
         ticks = self.graph.ticks
         end = self.s_free.copy()
         gone = np.flatnonzero((self.s_last >= 0) & mask[self.s_last])
@@ -324,7 +325,7 @@ class Replayer:
         if self.s_passing.any():
             kept = np.zeros(self.n_storages, bool)
             kept[self.v_storage[(self.v_saved > 0) & ~mask]] = True
-            kept[self.v_storage[reads[~mask[reads]]]] = True
+            kept[self.v_storage[pinned]] = True
             there = np.flatnonzero(kept & self.s_passing)
             np.add.at(changes, self.s_alloc[there], self.s_bytes[there])
             there = there[self.s_free[there] < ticks]
@@ -335,6 +336,14 @@ class Replayer:
         np.subtract.at(changes, end[sooner], self.s_bytes[sooner])
         outlived = gone[self.s_free[gone] < ticks]
         np.add.at(changes, self.s_free[outlived], self.s_bytes[outlived])
+        return end, changes
+
+    def replay(self, dropped: Collection[int] = ()) -> Footprint:
+        """See :func:`replay`."""
+        mask = self.mask(dropped)
+        ops, reads, pending = self.records(mask)
+        ticks = self.graph.ticks
+        end, changes = self.originals(mask, reads[~mask[reads]])
 
         rng_ops = ops[self.op_random[ops]]
         np.add.at(changes, self.op_start[rng_ops], self.graph.rng_state_bytes)

@@ -224,6 +224,11 @@ class TrainingGraph:
     meta: dict[str, str] = field(default_factory=dict)
     """Provenance: device, versions."""
 
+    @property
+    def older_bytes(self) -> int:
+        """Bytes of the storages that are older than the iteration: parameters, inputs, optimizer states."""
+        return sum(s.nbytes for s in self.storages if s.alloc < 0)
+
     def rerun_seconds(self, op: Op) -> float:
         """What re-running an op costs, in seconds."""
         rebuilt = sum(self.storages[s].nbytes for s in {self.values[w].storage for w in op.writes})

@@ -51,12 +51,11 @@ class Step:
 def possible(replayer: Replayer, dropped: Collection[int]) -> bool:
     """Can values of this graph be rebuilt more than once?"""
     graph = replayer.graph
-    first = int(replayer.ev_tick[0]) if len(replayer.ev_tick) else 0
     if replayer.keep_spans or any(v.version for v in graph.values):
         return False
     return not any(
         graph.ops[graph.values[v].producer].traits & (Trait.RANDOM | Trait.REUSES)
-        or first <= replayer.adoptable_list[v]
+        or replayer.begin <= replayer.adoptable_list[v]
         for v in dropped
     )
 
@@ -129,13 +128,10 @@ class _Events:
         self.replayer, self.mask, self.steps = replayer, mask, steps
         self.found: list[tuple[int, int, int, int, int]] = []
         self.in_group = [set(group) for group in groups]
-        self.last_save: dict[int, int] = {}
+        read = replayer.ev_code == UNPACK
+        self.last_save = np.full(replayer.n_values, -1, np.int64)
         """Tick at which the last node lets go of a value."""
-        for code, v, until in zip(
-            replayer.ev_code.tolist(), replayer.ev_value.tolist(), replayer.ev_extra.tolist(), strict=True
-        ):
-            if code == UNPACK:
-                self.last_save[v] = max(self.last_save.get(v, -1), until)
+        np.maximum.at(self.last_save, replayer.ev_value[read], replayer.ev_extra[read])
         self.last_step: dict[int, int] = {}
         """Number of the last step that reads a value's lasting block."""
         self.last_ahead: dict[tuple[int, int], int] = {}
@@ -144,18 +140,18 @@ class _Events:
     def _blocks(self) -> None:
         """Which block each read of a step means."""
         r = self.replayer
-        passing: dict[int, int] = {}  # value -> group in whose rebuild it was made
+        passing: set[int] = set()  # made in the rebuild ahead that is going on
         group = -1
         for i, step in enumerate(self.steps):
             if step.group != group:
-                passing, group = {}, step.group
+                passing, group = set(), step.group
             for x in r.reads[step.op]:
                 if x in passing:
                     self.last_ahead[group, x] = i
                 else:
                     self.last_step[x] = i
             if group >= 0:
-                passing |= {w: group for w in r.graph.ops[step.op].writes if w not in self.in_group[group]}
+                passing.update(w for w in r.graph.ops[step.op].writes if w not in self.in_group[group])
 
     def footprint(self) -> Footprint:
         r = self.replayer
@@ -164,24 +160,8 @@ class _Events:
         made: set[int] = set()
         for i, step in enumerate(self.steps):
             self._run(i, step, made)
-        end = r.s_free.copy()
-        gone = np.flatnonzero((r.s_last >= 0) & self.mask[r.s_last])
-        end[gone] = r.s_held[gone]
         read = np.array(sorted(v for v in self.last_step if not self.mask[v]), np.int64)
-        changes = r._changes.copy()
-        kept = np.zeros(r.n_storages, bool)
-        kept[r.v_storage[(r.v_saved > 0) & ~self.mask]] = True
-        kept[r.v_storage[read]] = True
-        there = np.flatnonzero(kept & r.s_passing)
-        np.add.at(changes, r.s_alloc[there], r.s_bytes[there])
-        there = there[r.s_free[there] < ticks]
-        np.subtract.at(changes, r.s_free[there], r.s_bytes[there])
-        end[r.s_passing & ~kept] = r.s_alloc[r.s_passing & ~kept]
-        gone = gone[~r.s_passing[gone]]
-        sooner = gone[end[gone] < ticks]
-        np.subtract.at(changes, end[sooner], r.s_bytes[sooner])
-        outlived = gone[r.s_free[gone] < ticks]
-        np.add.at(changes, r.s_free[outlived], r.s_bytes[outlived])
+        end, changes = r.originals(self.mask, read)
 
         extended: dict[int, int] = {}
         for v in read.tolist():
@@ -223,7 +203,7 @@ class _Events:
             else:
                 made.add(w)
                 last = max(i, self.last_step.get(w, i))
-                until = self.last_save.get(w, -1)
+                until = int(self.last_save[w])
                 if until > self.steps[last].tick:
                     self.found.append((until, 0, 0, owner, -1))
                 else:

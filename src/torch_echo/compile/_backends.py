@@ -41,18 +41,10 @@ def echo_eager(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> An
 
     ``torch.compile(model, backend="echo_eager", options={"max_overhead": 0.1})``; options as for :func:`torch_echo.apply`.
     """
-    from torch._dynamo.backends.common import aot_autograd
-
     options = parse(kwargs.pop("options", None))
     if kwargs:
         raise OptionError(f'{", ".join(kwargs)}: the backend "echo_eager" takes nothing but options')
-    compiler = aot_autograd(
-        fw_compiler=compat.boxed_compiler,
-        bw_compiler=compat.boxed_compiler,
-        partition_fn=Partitioner(options),
-        keep_inference_input_mutations=True,
-    )
-    return compiler(module, example_inputs)
+    return compat.eager_kernels(Partitioner(options))(module, example_inputs)
 
 
 def parse(given: dict[str, Any] | None) -> Options:

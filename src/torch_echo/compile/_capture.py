@@ -22,7 +22,7 @@ from torch_echo.errors import CaptureError
 from torch_echo.graph import BackwardPass, Fused, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
 from torch_echo.rules import nondeterministic_on, rule_of
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "capture", "tensors_of"]
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Walk:
         outputs = self.nodes[-1].args[0]
         self.returned = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
         self.gradients = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
-        self.boundary = 1 + max((i for i, n in enumerate(self.nodes) if compat.is_forward_node(n)), default=-1)
+        self.boundary = compat.boundary(self.nodes)
         """Nodes from here on are backward's."""
         self.storages: dict[int, int] = {}
         """Graph storage of each fake storage."""
@@ -94,7 +94,7 @@ class _Walk:
         graph.passes = [BackwardPass(begin, graph.ticks)] if begin < graph.ticks else []
         graph.step_seconds = sum(op.seconds for op in graph.ops)
         if self.fusing is not None:
-            made = (s for i, s in enumerate(graph.storages) if s.alloc >= 0 and s.kind is not Kind.TEMPORARY)
+            made = (s for s in graph.storages if s.alloc >= 0 and s.kind is not Kind.TEMPORARY)
             graph.step_seconds += sum(self.fusing.writing(s.nbytes) for s in made if s.nbytes and not s.fused)
         graph.meta = {"engine": "compile", "torch": torch.__version__}
         graph.check()
@@ -124,7 +124,7 @@ class _Walk:
             values = source.meta["val"]
             if not isinstance(values, (tuple, list)):
                 return self.of[source][0]
-            return self.of[source][len(list(_tensors(values[: node.args[1]])))]  # type: ignore[index]
+            return self.of[source][len(list(tensors_of(values[: node.args[1]])))]  # type: ignore[index]
         return self.of[source][0] if is_view(node.target) else None
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -149,7 +149,7 @@ class _Walk:
         layer = compat.layer_of(node)
         forward = i < self.boundary
         reads = self._reads(node, end, forward)
-        tensors = list(_tensors(node.meta.get("val")))
+        tensors = list(tensors_of(node.meta.get("val")))
         for written in compat.written_nodes(node):
             if written.op != "placeholder":
                 raise CaptureError(f"{node.name} overwrites {written.name}: the joint graph is not functional")
@@ -280,9 +280,10 @@ class _Walk:
                 self.found.stale |= {user for user in node.users if self.index[user] < self.boundary}
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the value of a node."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)

@@ -51,7 +51,7 @@ class _Cloner:
 
     def run(self) -> None:
         nodes = list(self.graph.nodes)
-        boundary = 1 + max((i for i, n in enumerate(nodes) if compat.is_forward_node(n)), default=-1)
+        boundary = compat.boundary(nodes)
         self.forward = {n for n in nodes[:boundary] if n.op == "call_function"}
         for i in range(boundary, len(nodes)):
             node = nodes[i]

@@ -53,7 +53,7 @@ class Partitioner:
                 cost = FusedCost(cost, AnalyticCost(cache, device))
             found = capture(joint, kwargs["num_fwd_outputs"], cost, Workspaces(cache))
             cost.save()  # the cache, with the workspaces in it
-            made = self._plan(found, device)
+            made, replayer = self._plan(found, device)
         except BudgetInfeasible:
             raise
         except TorchEchoError as error:
@@ -63,16 +63,14 @@ class Partitioner:
             warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
             return compat.partition(joint, inputs, tagged=False, **kwargs)
         if made.groups:
-            replayer = Replayer(found.graph)
             clone(joint, found, made.dropped, made.groups, nested.schedule(replayer, made.dropped, made.groups))
         else:
             tag(found, made.dropped, made.rerun)
         return compat.partition(joint, inputs, tagged=True, **kwargs)
 
-    def _plan(self, found: Capture, device: torch.device) -> Plan:
+    def _plan(self, found: Capture, device: torch.device) -> tuple[Plan, Replayer]:
         graph, options = found.graph, self.options
-        own = sum(s.nbytes for s in graph.storages if s.alloc < 0)
-        graph.base_bytes = max(0, live_bytes(device) - own)
+        graph.base_bytes = max(0, live_bytes(device) - graph.older_bytes)
         made = plan(
             graph,
             budget=options.budget_bytes(device),
@@ -83,7 +81,7 @@ class Partitioner:
         )
         replayer = Replayer(graph)
         plans.append(Explanation(graph, made, replayer.replay(), footprint_of(replayer, made)))
-        return made
+        return made, replayer
 
 
 def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:

@@ -114,11 +114,12 @@ class _Program:
     def _dependences(self) -> None:
         """What is dropped and read has been rebuilt, by ops whose reads are kept or rebuilt."""
         replayer, add, last = self.replayer, self.solver.Add, len(self.moments) - 1
+        number = {t: k for k, t in enumerate(self.moments)}
         for v, dropped in self.drop.items():
             t = self.read.get(v, -1)
             if t > replayer.adoptable_list[v]:
                 again = self.done[int(replayer.v_producer[v])]
-                add(again[self.moments.index(t)] >= dropped)
+                add(again[number[t]] >= dropped)
         for again in self.done.values():
             for before, after in pairwise(again):
                 add(after >= before)

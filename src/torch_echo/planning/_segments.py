@@ -103,8 +103,7 @@ def _plan(prices: Prices, crossing: _Crossing, waists: list[int], parts: int) ->
         if op not in outer:
             members[int(np.searchsorted(outer, op))] |= crossing.over(op)
     kept |= members.pop()
-    first = int(replayer.ev_tick[0]) if len(replayer.ev_tick) else 0
-    stays = kept | (np.array(replayer.adoptable_list) >= first)
+    stays = kept | (np.array(replayer.adoptable_list) >= replayer.begin)
     stays |= (replayer.v_producer >= 0) & replayer.op_random[replayer.v_producer]
     mask = cut.complete(cut.rebuildable & ~stays)
     if mask is None:
