@@ -77,6 +77,16 @@ def test_the_same_numbers_in_less_memory(script: Path) -> None:
     assert "no C++ compiler" in found.stderr
 
 
+def test_without_an_optimizer(script: Path) -> None:
+    """As in PyTorch's word language model: the script adds the gradients itself."""
+    by_hand = "[p.data.add_(p.grad, alpha=-1e-3) for p in net.parameters()]"
+    script.write_text(SCRIPT.replace("optimizer.step()", by_hand).replace("optimizer.zero_grad()", "net.zero_grad()"))
+    found = run(script, "--engine", "compile", "--max-overhead", "0.3")
+    assert found.stdout == run(script).stdout
+    assert "4 training steps" in found.stderr
+    assert "1 compiled graph" in found.stderr
+
+
 def test_by_the_environment(script: Path) -> None:
     found = run(script, TORCH_ECHO="1", TORCH_ECHO_ENGINE="compile", TORCH_ECHO_MAX_OVERHEAD="0.3")
     assert found.returncode == 0, found.stderr

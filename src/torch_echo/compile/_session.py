@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_echo import compat
 from torch_echo.compile._partition import left, plans
@@ -48,10 +47,12 @@ class CompileSession:
         self.name = name
         self.on_event = on_event or (lambda _: None)
         self.steps = 0
+        """Training calls of the root that was met first: scripts need not have an optimizer of torch's."""
         self.notes: list[tuple[str, str, str]] = []
         self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Any] | None] = (
             weakref.WeakKeyDictionary()
         )
+        self._first: weakref.ref[torch.nn.Module] | None = None
         self._local = _Local()
         self._undo: list[Callable[[], None]] = []
 
@@ -71,7 +72,6 @@ class CompileSession:
 
         compat.set_module_call(call)
         self._undo.append(lambda: compat.set_module_call(original))
-        self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
         """Stop; what is compiled is not used any more."""
@@ -90,16 +90,15 @@ class CompileSession:
             s.rebuilt = rebuilt_by_layer([(e.graph, e.plan.dropped) for e in plans])
         return s
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.steps += 1
-
     def _call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
         if local.inside or not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
             return original(module, *args, **kwargs)
         if module not in self._compiled:
+            self._first = self._first or weakref.ref(module)
             self._compiled[module] = self._compile(module)
         compiled = self._compiled[module]
+        self.steps += self._first is not None and self._first() is module
         local.inside = True
         try:
             return original(module, *args, **kwargs) if compiled is None else compiled(module, args, kwargs)
