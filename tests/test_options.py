@@ -14,7 +14,13 @@ from torch_echo.options import Options
 class TestChecks:
     def test_defaults(self) -> None:
         assert Options() == Options(
-            memory_budget=None, max_overhead=None, policy="echo", cost="measured", on_infeasible="raise", strict=False
+            memory_budget=None,
+            max_overhead=None,
+            policy="echo",
+            cost="measured",
+            on_infeasible="raise",
+            reorder=False,
+            strict=False,
         )
 
     def test_is_frozen_and_keyword_only(self) -> None:
@@ -59,6 +65,7 @@ class TestChecks:
             ({"cost": "guess"}, ["cost", "'guess'", "'measured' or 'analytic'"]),
             ({"on_infeasible": "ignore"}, ["on_infeasible", "'ignore'", "'raise' or 'least'"]),
             ({"strict": 1}, ["strict", "1", "True or False"]),
+            ({"reorder": "yes"}, ["reorder", "'yes'", "True or False"]),
             ({"strict": "yes"}, ["strict", "'yes'", "True or False"]),
         ],
         ids=str,
@@ -81,9 +88,12 @@ class TestEnvironment:
             "TORCH_ECHO_POLICY": "paper",
             "TORCH_ECHO_COST": "analytic",
             "TORCH_ECHO_ON_INFEASIBLE": "least",
+            "TORCH_ECHO_REORDER": "1",
             "TORCH_ECHO_STRICT": "yes",
         }
-        options = Options(max_overhead=0.1, policy="paper", cost="analytic", on_infeasible="least", strict=True)
+        options = Options(
+            max_overhead=0.1, policy="paper", cost="analytic", on_infeasible="least", reorder=True, strict=True
+        )
         assert Options.from_env(env) == options
 
     @pytest.mark.parametrize(
@@ -112,7 +122,7 @@ class TestEnvironment:
         "options",
         [
             Options(),
-            Options(memory_budget="8GiB", strict=True),
+            Options(memory_budget="8GiB", reorder=True, strict=True),
             Options(max_overhead=0.25, policy="paper", cost="analytic", on_infeasible="least"),
         ],
     )

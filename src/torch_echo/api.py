@@ -62,6 +62,7 @@ def apply(
     policy: str = "echo",
     cost: str = "measured",
     on_infeasible: str = "raise",
+    reorder: bool = False,
     strict: bool = False,
 ) -> Handle:
     """Train `model` in less memory: feature maps of its forward pass are dropped and rebuilt in backward, bit-exactly.
@@ -73,8 +74,9 @@ def apply(
     the least extra time that fits is taken. `max_overhead`: fraction of a step's time that rebuilding may add (default 0.05 if
     neither is given); the plan with the least memory is taken. `policy`: "echo", or "paper" for the rule of the Echo paper
     (ISCA 2020). `cost`: op durations "measured" on this device or from an "analytic" model. `on_infeasible`: "raise"
-    BudgetInfeasible from the model's call after planning, or use the plan with the "least" peak. `strict`: make an error of
-    what would be left to plain PyTorch with a warning.
+    BudgetInfeasible from the model's call after planning, or use the plan with the "least" peak. `reorder`: also allow what
+    computes the same sums in another order, so that results are equal up to rounding. `strict`: make an error of what would
+    be left to plain PyTorch with a warning.
 
     Raises OptionError for bad options, UnsupportedDevice for devices other than CPU and CUDA.
     """
@@ -86,6 +88,7 @@ def apply(
         policy=policy,  # type: ignore[arg-type]
         cost=cost,  # type: ignore[arg-type]
         on_infeasible=on_infeasible,  # type: ignore[arg-type]
+        reorder=reorder,
         strict=strict,
     )
     session = Session(options, name="apply")

@@ -65,6 +65,9 @@ def _cli() -> None:
 @_plan_options
 @click.option("--cost", metavar="measured|analytic", help="Where the durations of ops come from.")
 @click.option(
+    "--reorder", is_flag=True, default=None, help="Allow sums in another order: equal up to rounding, not to the bit."
+)
+@click.option(
     "--strict", is_flag=True, default=None, help="What can't be handled is an error, not left to plain PyTorch."
 )
 @click.option("--report", "report_file", metavar="FILE.json", help="Write the final report to this file too.")

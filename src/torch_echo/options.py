@@ -21,6 +21,7 @@ Cost = Literal["measured", "analytic"]
 OnInfeasible = Literal["raise", "least"]
 
 _PREFIX = "TORCH_ECHO_"
+_FLAGS = ("reorder", "strict")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -40,6 +41,8 @@ class Options:
     """Where the durations of ops come from: "measured" on this device, or an "analytic" estimate."""
     on_infeasible: OnInfeasible = "raise"
     """A budget below the least reachable peak: "raise" BudgetInfeasible, or take the plan with the "least" peak."""
+    reorder: bool = False
+    """Also allow what computes the same sums in another order: results are then equal up to rounding, not to the bit."""
     strict: bool = False
     """Make an error of what can't be handled, instead of running it as plain PyTorch with a warning."""
 
@@ -56,8 +59,9 @@ class Options:
         _check_choice("policy", self.policy, get_args(Policy))
         _check_choice("cost", self.cost, get_args(Cost))
         _check_choice("on_infeasible", self.on_infeasible, get_args(OnInfeasible))
-        if not isinstance(self.strict, bool):
-            _reject("strict", self.strict, "True or False")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                _reject(name, getattr(self, name), "True or False")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **overrides: Any) -> Options:
@@ -77,8 +81,9 @@ class Options:
         given.update(overrides)
         if isinstance(given.get("max_overhead"), str):
             given["max_overhead"] = _number("max_overhead", given["max_overhead"])
-        if isinstance(given.get("strict"), str):
-            given["strict"] = _truth("strict", given["strict"])
+        for name in _FLAGS:
+            if isinstance(given.get(name), str):
+                given[name] = _truth(name, given[name])
         return cls(**given)
 
     def budget_bytes(self, device: torch.device) -> int | None:
@@ -95,7 +100,7 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                env[_PREFIX + field.name.upper()] = ("1" if value else "0") if field.name == "strict" else str(value)
+                env[_PREFIX + field.name.upper()] = ("1" if value else "0") if field.name in _FLAGS else str(value)
         return env
 
 
