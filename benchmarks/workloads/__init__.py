@@ -24,7 +24,7 @@ QUICK = ("decoder", "unet", "nmt30")
 
 def load(name: str) -> Workload:
     """The workload of this name, with new parameters (the same ones each time)."""
-    length = name.removeprefix("nmt")
-    if length != name:
-        return import_module("benchmarks.workloads.nmt").make(int(length))  # type: ignore[no-any-return]
+    kind = name.rstrip("0123456789")
+    if kind != name:
+        return import_module(f"benchmarks.workloads.{kind}").make(int(name.removeprefix(kind)))  # type: ignore[no-any-return]
     return import_module(f"benchmarks.workloads.{name}").make()  # type: ignore[no-any-return]

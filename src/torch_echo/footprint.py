@@ -188,6 +188,7 @@ class Replayer:
         block_of: list[int] = np.where(fused & Fused.BACKWARD > 0, nobody, np.arange(n_storages)).tolist()
         self.block_list: list[int] = [block_of[v.storage] for v in graph.values]
 
+        self._prepare_events()
         self.reads: list[tuple[int, ...]] = []
         self.blocks: list[
             tuple[tuple[int, int, int], ...]
@@ -209,6 +210,17 @@ class Replayer:
             for w in op.writes:
                 s = graph.values[w].storage
                 pairs.extend((w, r) for r in reads if graph.values[r].storage == s and graph.values[r].producer >= 0)
+        self.v_group = np.arange(n_values)
+        """The first of the values that are dropped together or not at all: those inside a composite op."""
+        self.v_needs = self.v_group.copy()
+        """The group that is dropped too where a value is: outputs of a composite op only with what is inside it."""
+        for op in graph.ops:
+            inside = [w for w in graph.inside(op) if self.v_saved[w]]
+            if inside:
+                self.v_group[inside] = inside[0]
+                self.v_needs[list(op.writes)] = inside[0]
+                pairs.extend((w, inside[0]) for w in op.writes)
+                pairs.extend((inside[0], w) for w in inside)
         self._chain = np.array(pairs, np.int64).reshape(-1, 2)
         self.read_ptr = np.concatenate([[0], np.cumsum([len(r) for r in self.reads], dtype=np.int64)])
         self.read_val = np.fromiter((r for reads in self.reads for r in reads), np.int64, int(self.read_ptr[-1]))
@@ -228,7 +240,6 @@ class Replayer:
         there = there[self.s_free[there] < graph.ticks]
         np.subtract.at(self._changes, self.s_free[there], self.s_bytes[there])
         self._changes[0] += graph.base_bytes
-        self._prepare_events()
 
     def _prepare_events(self) -> None:
         """Saves in the order in which backward unpacks them; ends of passes that keep the graph, and handle deaths
@@ -279,7 +290,7 @@ class Replayer:
         broken = np.flatnonzero(mask[child] & ~mask[parent])
         if len(broken):
             w, r = self._chain[broken[0]]
-            raise ValueError(f"value {w} is dropped but not value {r}, which it is made from in place")
+            raise ValueError(f"value {w} is dropped but not value {r}, which it is made from or with")
         return mask
 
     def records(self, mask: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:

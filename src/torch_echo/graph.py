@@ -64,6 +64,8 @@ class Trait(IntFlag):
     """Must not be re-run (effectful, nondeterministic, collective, or unknown)."""
     REUSES = 8
     """A re-run may write its one output over its first read, where nothing else needs that any more."""
+    COMPOSITE = 16
+    """Many kernels that run, and are re-run, as one: a layer over all its steps."""
 
 
 class Fused(IntFlag):
@@ -289,8 +291,17 @@ class TrainingGraph:
             ok[i] = op.phase == Phase.FORWARD and not op.traits & Trait.KEEP and own
         return ok
 
+    def inside(self, op: Op) -> list[int]:
+        """Values that a composite op makes and that nobody but autograd holds. All of them are dropped, or none; its outputs
+        only with them."""
+        if not op.traits & Trait.COMPOSITE:
+            return []
+        storage = self.storages
+        return [w for w in op.writes if storage[(s := self.values[w].storage)].held == storage[s].alloc]
+
     def chain(self, values: Iterable[int]) -> set[int]:
-        """`values` and every earlier version of their storages that an in-place op builds on."""
+        """`values`, every earlier version of their storages that an in-place op builds on, and what is inside the same
+        composite op."""
         closed: set[int] = set()
         todo = list(values)
         while todo:
@@ -298,6 +309,7 @@ class TrainingGraph:
             if v in closed or self.values[v].producer < 0:
                 continue
             closed.add(v)
+            todo += self.inside(self.ops[self.values[v].producer])
             for r in self.ops[self.values[v].producer].reads:
                 if self.values[r].storage == self.values[v].storage:
                     todo.append(r)

@@ -139,7 +139,14 @@ class MinCut:
         rebuilt[flow.get_sink_side_min_cut()] = True
         both = rebuilt[node[values]] & (made_by >= 0) & rebuilt[own]
         dropped[values[both]] = True
-        return self.prune(dropped)
+        return self.prune(self.together(dropped))
+
+    def together(self, mask: Mask) -> Mask:
+        """`mask` with the groups that its values are dropped together with."""
+        some = np.zeros(len(mask), bool)
+        some[self.replayer.v_needs[mask]] = True
+        whole: Mask = mask | some[self.replayer.v_group]
+        return whole
 
     def prune(self, mask: Mask) -> Mask:
         """`mask` without the values that nothing in backward waits for."""
@@ -149,7 +156,7 @@ class MinCut:
     def complete(self, mask: Mask) -> Mask | None:
         """The smallest legal plan that drops `mask`: reads that cannot be kept are rebuilt too. None if there is
         none."""
-        mask = mask.copy()
+        mask = self.together(mask)
         todo = np.flatnonzero(mask)
         while len(todo):
             if not self.rebuildable[todo].all():

@@ -422,14 +422,13 @@ class Search:
     def _fill(self, point: Point, most: int, limit: int) -> None:
         """Keep what is dearest to re-run, in parts that are halved where they don't fit, up to a peak of `most`."""
         mask = self._mask(point)
-        made = np.flatnonzero(mask & self.cut.keepable)
+        group = self.replayer.v_group
+        made = np.unique(group[mask & self.cut.keepable])
         made = made[np.argsort(-self.replayer.op_cost[self.replayer.v_producer[made]], kind="stable")]
         todo = [part for part in np.array_split(made, 8) if len(part)][::-1]
         while todo and self.replays < limit:
             part = todo.pop()
-            trial = mask.copy()
-            trial[part] = False
-            moved = self.cut.complete(trial)
+            moved = self.cut.complete(mask & ~np.isin(group, part))
             if moved is not None and self.judge(moved, "room")[0].peak <= most:
                 mask = moved
             elif len(part) > 1:

@@ -95,6 +95,8 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     sequences: dict[int, int] = {}
     keep_graph: list[BackwardPass] = []
     inside: Op | None = None
+    running: OpCall
+    packed: list[int] = []
     entry = top = 0
     rebuilding = False
     rebuilt: set[int] = set()
@@ -120,19 +122,25 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
             continue
         mark = recorder.marks[ptr]
         if mark.what == "op":
-            inside = _begin(walk, recorder, mark.payload, tick, classes, counts)
+            running = mark.payload
+            inside = _begin(walk, recorder, running, tick, classes, counts)
             entry = top = walk.live
         elif mark.what == "end":
             assert inside is not None
             inside.end = tick
             _finish(walk, recorder, mark.payload, inside, top - entry, cost)
-            sequences.setdefault(mark.payload.sequence, len(graph.ops) - 1)
+            for node in range(mark.payload.nodes):
+                sequences.setdefault(mark.payload.sequence + node, len(graph.ops) - 1)
+            for i in packed:
+                _pack(walk, recorder, i)
+            packed.clear()
             inside = None
         elif mark.what == "pack":
-            save = saves[mark.payload]
-            save.value = _value(walk, recorder, recorder.saved[mark.payload].storage)
-            save.pack = tick
-            walk.saves_of.setdefault(save.value, []).append(mark.payload)
+            saves[mark.payload].pack = tick
+            if inside is not None and recorder.saved[mark.payload].storage in running.made:
+                packed.append(mark.payload)  # what an op makes is there when it has run
+            else:
+                _pack(walk, recorder, mark.payload)
         elif mark.what == "unpack":
             index, _ = mark.payload
             if saves[index].unpack < 0:
@@ -187,6 +195,8 @@ def _begin(
         traits |= Trait.KEEP
     if call.rule.random:
         traits |= Trait.RANDOM
+    if call.inside is not None:
+        traits |= Trait.COMPOSITE
     reads = tuple(dict.fromkeys(_value(walk, recorder, s) for s in call.reads))
     op = Op(
         call.rule.name, call.layer, Phase.FORWARD, cls, counts[cls], tick, tick, reads, call=call.call, traits=traits
@@ -215,6 +225,8 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
         walk.value[s] = len(graph.values)
         writes.append(len(graph.values))
         graph.values.append(Value(block, 0, index))
+    for s in call.inside or ():
+        walk.died[s] = graph.storages[walk.storage[s]].alloc  # nobody but autograd holds it, from its first use on
     for s in call.mutated:
         old = _value(walk, recorder, s)
         graph.values[old].keepable = False
@@ -244,6 +256,11 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
             if call.reuses:
                 in_place = call.spec._replace(op=str(call.rule.in_place))
                 op.reuse_seconds = min(op.seconds, cost.seconds(call.rule.in_place, in_place))
+
+
+def _pack(walk: _Walk, recorder: Recorder, index: int) -> None:
+    value = walk.saves[index].value = _value(walk, recorder, recorder.saved[index].storage)
+    walk.saves_of.setdefault(value, []).append(index)
 
 
 def _carry_over(walk: _Walk, recorder: Recorder, regions: list[Region], old: int, new: int) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 from torch_echo import compat
 
-__all__ = ["CLOSED", "HOOKS", "MODE", "WRITE", "Door", "Gate", "Place", "unknown"]
+__all__ = ["CLOSED", "HOOKS", "LAYERS", "MODE", "WRITE", "Door", "Gate", "Place", "unknown"]
 
 Place = tuple[int, int, int]
 """A call's place in the code: code object of the calling function (by identity), instruction there, instruction in its caller."""
 
-MODE, HOOKS, WRITE = 1, 2, 4
-"""What a call needs. ``WRITE``: it overwrites something, and needs the mode if a recipe or a dropped value lies there."""
+MODE, HOOKS, WRITE, LAYERS = 1, 2, 4, 8
+"""What a call needs. ``WRITE``: it overwrites something, and needs the mode if a recipe or a dropped value lies there.
+``LAYERS``: it is to be run layer by layer."""
 
 
 class Door:

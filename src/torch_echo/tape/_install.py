@@ -14,7 +14,7 @@ from typing import Any
 from torch_echo.footprint import Replayer
 from torch_echo.graph import Op, Phase, Save, TrainingGraph, Trait
 from torch_echo.tape._entry import Entry, entries
-from torch_echo.tape._gate import CLOSED, HOOKS, MODE, WRITE, Door, Place
+from torch_echo.tape._gate import CLOSED, HOOKS, LAYERS, MODE, WRITE, Door, Place
 from torch_echo.tape._mode import OFF, Decision, Table
 from torch_echo.tape._stack import Site
 
@@ -54,6 +54,7 @@ class _Needs:
     whole: bool
     mode: set[_Turn] = field(default_factory=set)
     hooks: set[_Turn] = field(default_factory=set)
+    layers: set[_Turn] = field(default_factory=set)
     writes: set[_Turn] = field(default_factory=set)
 
 
@@ -113,22 +114,29 @@ class _Sites:
 
         for v in dropped:
             op = self.makers[v]
-            if op is not None:
+            inside: tuple[_Call, _Turn] | None = None
+            if op is not None and op.traits & Trait.COMPOSITE:
+                inside = (op.layer, op.call), (op.site, op.turn)
+                of(inside[0]).layers.add(inside[1])
+            elif op is not None:
                 of((op.layer, op.call)).mode.add((op.site, op.turn))
             for save in self.packed.get(v, ()):
-                of((save.layer, save.call)).hooks.add((save.site, save.turn))
+                call, turn = (save.layer, save.call), (save.site, save.turn)
+                if (call, turn) != inside:  # which has hooks of its own
+                    of(call).hooks.add(turn)
         return found
 
     def seconds(self, dropped: Collection[int]) -> float:
         """What the tape costs under a plan, re-run ops aside."""
         total = 0.0
         for call, need in self.needs(dropped).items():
+            total += 2 * HOOK_SECONDS * sum(self.saves[t] for t in need.layers)  # in the re-run too
             if need.whole:
-                total += MODE_SECONDS * self.ops_of[call] * bool(need.mode)
+                total += MODE_SECONDS * self.ops_of[call] * bool(need.mode or need.layers)
                 total += HOOK_SECONDS * self.saves_of[call] * bool(need.hooks)
                 continue
             total += GATE_SECONDS * self.calls_of[call]
-            total += OPEN_SECONDS * len(need.mode | need.hooks)
+            total += OPEN_SECONDS * len(need.mode | need.hooks | need.layers)
             total += MODE_SECONDS * sum(self.ops[t] for t in need.mode)
             total += HOOK_SECONDS * sum(self.saves[t] for t in need.hooks)
         return total
@@ -143,7 +151,10 @@ class _Sites:
         doors: dict[Place, Door | None] = {}
         for s in self.sites_of.get(call, ()):
             turns = [
-                MODE * ((s, t) in need.mode) | HOOKS * ((s, t) in need.hooks) | WRITE * ((s, t) in need.writes)
+                MODE * ((s, t) in need.mode)
+                | HOOKS * ((s, t) in need.hooks)
+                | WRITE * ((s, t) in need.writes)
+                | LAYERS * ((s, t) in need.layers)
                 for t in range(self.graph.sites[s].count)
             ]
             place: Any = self.graph.sites[s].place

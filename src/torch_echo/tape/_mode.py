@@ -16,6 +16,7 @@ import torch
 from torch_echo import compat
 from torch_echo.rules import Rule, may_reuse, rule_of
 from torch_echo.tape._gate import CLOSED, HOOKS, MODE, Door, Place, unknown
+from torch_echo.tape._layer import LayerRecipe, layer_rule
 from torch_echo.tape._recipe import (
     NO_KWARGS,
     Leaf,
@@ -158,6 +159,40 @@ class Dropped:
             self.tensor, self.view = tensor, None
             slot.readers -= 1
         return tensor
+
+
+class _LayerSaves:
+    """What autograd saves while a layer runs as one op."""
+
+    def __init__(self, tape: Tape, recipe: LayerRecipe, mask: int, given: set[int]) -> None:
+        self.tape = tape
+        self.recipe: LayerRecipe | None = recipe
+        self.mask = mask
+        self.given = given
+        """Storages of the arguments."""
+        self.numbers: dict[int, int] = {}
+
+    def slot_of(self, tensor: torch.Tensor, order: list[int]) -> Slot | None:
+        """The slot of a value that the layer makes, if it is dropped. Its number goes to `order`."""
+        recipe = self.recipe
+        assert recipe is not None
+        key = compat.storage_key(tensor)
+        j = -1 if key in self.given else self.numbers.setdefault(key, len(self.numbers))
+        order.append(j)
+        if j < 0 or not self.mask >> j & 1:
+            return None
+        ref = recipe.outputs.get(j)
+        slot = ref() if ref is not None else None
+        if slot is None:
+            slot = Slot(recipe, tensor, tensor._version)
+            recipe.outputs[j] = weakref.ref(slot)
+        return slot
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The hook for a tensor that autograd saves."""
+        assert self.recipe is not None
+        slot = self.slot_of(tensor, self.recipe.saves)
+        return self.tape.pack(tensor) if slot is None else Dropped(tensor, slot)
 
 
 class Tape(Stackable):
@@ -337,6 +372,40 @@ class Tape(Stackable):
                     here = handle.view.region
                     if all(disjoint(here, r) for r in regions):
                         handle.carry_over(self.slots.get(slot.key), written_to[0])
+
+    # --- forward: recurrent layers -----------------------------------------------------------------------------------
+
+    def takes_apart(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """See :class:`Stackable`."""
+        first = self.layer_site(0, func)
+        planned = any(site[:-1] == first[:-1] for site in self.table.sites if len(site) == len(first))
+        return planned and self.saves_here() and not torch.is_autocast_enabled(args[0].device.type)
+
+    def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """See :class:`Stackable`."""
+        decision = self.table.sites.get(self.layer_site(number, func))
+        mask = 0 if decision is None else decision.next()
+        if not mask:
+            result: tuple[torch.Tensor, ...] = func(*args)
+            return result
+        recipe = LayerRecipe(func, layer_rule(func), args, _order())
+        recipe.args = tuple([self._refer(a) for a in args])
+        saving = _LayerSaves(self, recipe, mask, {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)})
+        mode = self.mode_on
+        self.switch(False, self.hooks_on, self.gate_on)
+        compat.push_hooks(saving.pack, unpack)
+        try:
+            out: tuple[torch.Tensor, ...] = func(*args)
+            for tensor in out:
+                slot = saving.slot_of(tensor, recipe.results)
+                if slot is not None:
+                    slot.alive = weakref.ref(tensor)
+                    self.slots[slot.key] = slot
+        finally:
+            compat.pop_hooks()
+            saving.recipe = None  # autograd keeps the hook
+            self.switch(mode, self.hooks_on, self.gate_on)
+        return out
 
     # --- forward: saved tensors --------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -261,9 +261,9 @@ class Recipe:
             over = None
         args = tuple([self._resolve(a, i, keep) for i, a in enumerate(self.args)])
         kwargs = {k: self._resolve(a, k, keep) for k, a in self.kwargs.items()} if self.kwargs else NO_KWARGS
-        func, outputs, rule = self.func, self.outputs, self.rule
+        func, outputs = self.func, self.outputs
         if over is not None:
-            func, over.tensor = rule.in_place, None
+            func, over.tensor = self.rule.in_place, None
         if not keep:
             for s in self.reads():
                 s.readers -= 1
@@ -273,15 +273,15 @@ class Recipe:
             before = self.generator.get_state()
             try:
                 self.generator.set_state(self.state)
-                out = func(*args, **kwargs)
+                made = self.again(func, args, kwargs)
             finally:
                 self.generator.set_state(before)
         elif self.grad:
-            out = func(*args, **kwargs)
+            made = self.again(func, args, kwargs)
         else:
             with torch.no_grad():
-                out = func(*args, **kwargs)
-        for j, tensor in enumerate((out,) if over is not None else written(rule, args, kwargs, out)):
+                made = self.again(func, args, kwargs)
+        for j, tensor in made:
             ref = outputs.get(j)
             slot = ref() if ref is not None else None
             if slot is None or slot.tensor is not None:
@@ -296,6 +296,11 @@ class Recipe:
                 slot.recipe = None
         if not keep:
             self.generator = self.state = None
+
+    def again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[int, torch.Tensor]]:
+        """Call `func`, the op or the one that writes in place; the values that it makes, numbered."""
+        out = func(*args, **kwargs)
+        return enumerate((out,) if func is not self.func else written(self.rule, args, kwargs, out))
 
     def _resolve(self, arg: Any, position: int | str, keep: bool) -> Any:
         kind = type(arg)

@@ -25,6 +25,7 @@ from torch_echo.graph import Kind
 from torch_echo.memory import live_bytes
 from torch_echo.rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._gate import Place
+from torch_echo.tape._layer import layer_rule, layer_spec, stepwise
 from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
 from torch_echo.tape._stack import Site, Stackable, unpack
@@ -67,6 +68,10 @@ class OpCall:
     """The call of torch's API that it belongs to: its place in the code, how many were there before."""
     reuses: bool = False
     seconds: float = 0.0
+    inside: list[int] | None = None
+    """Of a layer that runs as one op: storages that autograd saves and that are no outputs."""
+    nodes: int = 1
+    """Autograd nodes that it makes."""
 
 
 @dataclass(slots=True)
@@ -156,6 +161,8 @@ class Recorder(Stackable):
         self._calls_of: dict[str, int] = {}
         self.nesting: set[tuple[str, str]] = set()
         self.base_bytes = 0
+        self._layer: OpCall | None = None
+        """The recurrent layer that is running as one op."""
         self.active = False
         self._profile = compat.MemoryProfile()
         self._watched: list[Any] = []
@@ -288,6 +295,69 @@ class Recorder(Stackable):
         self.calls.append(call)
         return out
 
+    def takes_apart(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """See :class:`Stackable`."""
+        tensors = [t for _, t in tensors_in(args, {})]
+        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(t) != -1 for t in tensors)
+        if not self.active or not plain or not self.saves_here() or not (self.script or self.layers[-1][0]):
+            return False
+        mode, hooks = self.mode_on, self.hooks_on
+        self.mark("rebuild")  # what the question allocates is none of the script's
+        self.switch(False, False, self.gate_on)
+        try:
+            return stepwise(func, args)
+        finally:
+            self.switch(mode, hooks, self.gate_on)
+            self.mark("rebuilt")
+
+    def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """See :class:`Stackable`."""
+        op, spec = layer_spec(func, args)
+        tensors = [t for _, t in tensors_in(args, {})]
+        call = OpCall(
+            func=op,
+            rule=layer_rule(func),
+            spec=spec,
+            layer=self.layers[-1][0],
+            call=self.layers[-1][1],
+            site=self.layer_site(number, func),
+            place=self.place,
+            turn=self.turn,
+            sequence=compat.sequence_number(),
+            reads=[self._storage(t) for t in tensors],
+            made=[],
+            mutated=[],
+            regions=[],
+            keep=any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in tensors),
+            inside=[],
+        )
+        mode = self.mode_on
+        self.mark("op", call)
+        self._layer = call
+        self.switch(False, self.hooks_on, self.gate_on)
+        begin = perf_counter()
+        try:
+            out: tuple[torch.Tensor, ...] = func(*args)
+        finally:
+            call.seconds = perf_counter() - begin
+            self._layer = None
+            self.switch(mode, self.hooks_on, self.gate_on)
+        self.mark("end", call)
+        call.nodes = compat.sequence_number() - call.sequence
+        inside = dict.fromkeys(call.made)
+        for t in out:
+            index = self._storage(t, new=True)
+            if index not in call.reads:
+                inside.pop(index, None)
+                if index not in call.made:
+                    call.made.append(index)
+            self._watched.append(weakref.ref(t, _Death(self, index)))
+        call.inside = list(inside)
+        if self.tape is not None:
+            self.touched.update(i for i in (*call.reads, *call.made) if self._touches(i))
+        self.calls.append(call)
+        return out
+
     def _touches(self, index: int) -> bool:
         assert self.tape is not None
         key = self.keys[index]
@@ -315,7 +385,10 @@ class Recorder(Stackable):
         if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
             return (tensor, tensor._version)
         index = len(self.saved)
-        self.saved.append(SavedTensor(self._storage(tensor), region(tensor), *self.layers[-1], self.place, self.turn))
+        storage = self._storage(tensor, new=self._layer is not None)
+        if self._layer is not None and storage not in self._layer.reads and storage not in self._layer.made:
+            self._layer.made.append(storage)
+        self.saved.append(SavedTensor(storage, region(tensor), *self.layers[-1], self.place, self.turn))
         content = self.tape.pack(tensor) if self.tape is not None else None
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)

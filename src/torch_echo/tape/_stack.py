@@ -13,6 +13,7 @@ import torch
 
 from torch_echo import compat
 from torch_echo.tape._gate import Gate, Place
+from torch_echo.tape._layer import in_layers
 
 __all__ = ["Site", "Stackable", "alone", "overwritten", "unpack"]
 
@@ -77,11 +78,31 @@ class Stackable(compat.TensorMode):
         before = self.opening(place, code, turn, needs)
         self.place = place
         try:
+            if func in compat.RECURRENT and not kwargs and self.takes_apart(func, args):
+                return in_layers(func, args, self.run_layer)
             return func(*args, **kwargs)
         finally:
             self.place = outer
             if before is not None:
                 self.switch(*before, True)
+
+    def takes_apart(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Are the layers of this call ops of their own (see ``_layer``)?"""
+        raise NotImplementedError
+
+    def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Run one of them."""
+        raise NotImplementedError
+
+    def layer_site(self, number: int, func: Any) -> Site:
+        """The place in the code of a layer that is an op."""
+        assert self.place is not None
+        return (id(func), *self.place, number)
+
+    def saves_here(self) -> bool:
+        """Do saved tensors come to nobody but us, now or when our hooks are on?"""
+        top = compat.top_hooks()
+        return (top is None or top[1] is unpack) and torch.is_grad_enabled() and not compat.functorch_active()
 
     def site(self, func: int, frame: Any) -> Site:
         """Where in the code an op is called: `frame` is that which called it."""

@@ -1,0 +1,195 @@
+"""Recurrent layers as one op each, where PyTorch computes them step by step.
+
+``nn.GRU``, ``nn.RNN``, and ``nn.LSTM`` with projections, in float64 or over packed sequences run as a dozen kernels for every step.
+To the planner a layer's call is one op all the same: what autograd saves inside is kept, or the whole layer is run again for it.
+Nothing of autograd's own graph changes, so gradients are summed in the order they ever are. Calls of several layers are
+taken apart, so that each is an op of its own.
+
+Layers that PyTorch has one kernel for (oneDNN's LSTM) are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_echo import compat
+from torch_echo.cost import OpSpec, spec_of
+from torch_echo.rules import Rule
+from torch_echo.tape._recipe import NO_KWARGS, Recipe, tensors_in
+
+__all__ = ["LayerRecipe", "LayerRun", "in_layers", "layer_rule", "layer_spec", "stepwise"]
+
+LayerRun = Callable[[int, Any, tuple[Any, ...]], tuple[torch.Tensor, ...]]
+"""Runs one layer: its number, the function and its arguments."""
+
+_FEWEST_STEPS = 8
+"""Layers over fewer steps are left to the tape op by op: a plan may then re-run less than all of it."""
+
+_FUSED = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+
+
+class _Call(NamedTuple):
+    """The arguments of torch.gru and its like. `sizes`: batch size of each step, of a packed sequence."""
+
+    x: torch.Tensor
+    sizes: torch.Tensor | None
+    state: torch.Tensor | tuple[torch.Tensor, ...]
+    weights: list[torch.Tensor]
+    biases: bool
+    layers: int
+    dropout: float
+    train: bool
+    both: bool
+    batch_first: bool = False
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> _Call:
+        if isinstance(args[3], (list, tuple)):
+            return cls(*args)
+        return cls(args[0], None, *args[1:])
+
+    def args(self) -> tuple[Any, ...]:
+        if self.sizes is None:
+            return (self.x, *self[2:])
+        return tuple(self[:-1])
+
+    @property
+    def steps(self) -> int:
+        if self.sizes is not None:
+            return len(self.sizes)
+        return self.x.shape[1 if self.batch_first else 0]
+
+
+class _Probe(compat.TensorMode):
+    """Which kernels run?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.fused |= any(name in str(func) for name in _FUSED)
+        return func(*args, **kwargs or {})
+
+
+def stepwise(func: Any, args: tuple[Any, ...]) -> bool:
+    """Does PyTorch compute this call step by step, over more than a few steps? A first step of it is run to find out."""
+    call = _Call.of(args)
+    if call.steps < _FEWEST_STEPS or torch.is_autocast_enabled(call.x.device.type):
+        return False
+    probe = _Probe()
+    if call.sizes is None:
+        first = call._replace(x=call.x.narrow(1 if call.batch_first else 0, 0, 1), dropout=0.0)
+    else:
+        first = call._replace(x=call.x[: int(call.sizes[0])], sizes=call.sizes[:1], dropout=0.0)
+    compat.dispatch_modes.push(probe)
+    try:
+        func(*first.args())
+    finally:
+        compat.dispatch_modes.pop()
+    return not probe.fused
+
+
+def in_layers(func: Any, args: tuple[Any, ...], run: LayerRun) -> tuple[torch.Tensor, ...]:
+    """The call ``func(*args)``, layer after layer, each through `run`. Kernels and random draws are those of the whole call."""
+    call = _Call.of(args)
+    if call.layers == 1:
+        return run(0, func, args)
+    x = call.x.transpose(0, 1) if call.batch_first else call.x
+    states = (call.state,) if isinstance(call.state, torch.Tensor) else call.state
+    rows, weights = 1 + call.both, len(call.weights) // call.layers
+    last: list[tuple[torch.Tensor, ...]] = []
+    for i in range(call.layers):
+        begin = tuple(s.narrow(0, i * rows, rows) for s in states)
+        layer = _Call(
+            x,
+            call.sizes,
+            begin[0] if isinstance(call.state, torch.Tensor) else begin,
+            list(call.weights[i * weights : (i + 1) * weights]),
+            call.biases,
+            1,
+            0.0,
+            call.train,
+            call.both,
+        )
+        x, *end = run(i, func, layer.args())
+        last.append(tuple(end))
+        if call.dropout and call.train and i + 1 < call.layers:
+            x = torch.dropout(x, call.dropout, True)
+    if call.batch_first:
+        x = x.transpose(0, 1)
+    return x, *(torch.cat(s) for s in zip(*last, strict=True))
+
+
+def layer_rule(func: Any) -> Rule:
+    """See :mod:`torch_echo.rules`: it writes nothing, and draws nothing (dropout is between layers)."""
+    return Rule(name=f"aten::{func.__name__}")
+
+
+def layer_spec(func: Any, args: tuple[Any, ...]) -> tuple[Any, OpSpec]:
+    """The op that a call of one layer is, and its description: for a packed sequence, that of a full one of as many elements."""
+    call = _Call.of(args)
+    overload = getattr(torch.ops.aten, func.__name__).input
+    if call.sizes is None:
+        return overload, spec_of(overload, call.args())
+    state = call.state[0] if isinstance(call.state, tuple) else call.state
+    batch, width = state.shape[1], call.x.shape[1]
+    steps = max(1, round(call.x.shape[0] / batch))
+    full = call.x.new_empty(0).as_strided((0, batch, width), (batch * width, width, 1))
+    spec = spec_of(overload, call._replace(x=full, sizes=None).args())
+    return overload, spec._replace(args=(spec.args[0]._replace(shape=(steps, batch, width)), *spec.args[1:]))
+
+
+class LayerRecipe(Recipe):
+    """A layer's call, enough to run it again and to pick out what autograd saves.
+
+    Values are numbered in the order in which the storages are saved, then come outputs that are not saved.
+    """
+
+    __slots__ = ("results", "saves", "trained")
+
+    def __init__(self, func: Any, rule: Rule, args: tuple[Any, ...], order: int) -> None:
+        super().__init__(func, rule, (), NO_KWARGS, order)
+        self.saves: list[int] = []
+        """For each tensor that autograd saves, the number of its value; -1 for arguments."""
+        self.results: list[int] = []
+        """The same for each output."""
+        self.trained = [t.requires_grad for _, t in tensors_in(args, NO_KWARGS)]
+
+    def again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[int, torch.Tensor]]:
+        """See :class:`Recipe`. Only values that somebody waits for are kept."""
+        wanted = {j for j, ref in self.outputs.items() if (slot := ref()) is not None and slot.tensor is None}
+        found: dict[int, torch.Tensor] = {}
+        numbers = iter(self.saves)
+
+        def pack(tensor: torch.Tensor) -> None:
+            pick(next(numbers), tensor)
+
+        def pick(j: int, tensor: torch.Tensor) -> None:
+            if j in wanted and j not in found:
+                found[j] = compat.alias(tensor)
+
+        flags = iter(self.trained)
+
+        def argument(a: Any) -> Any:
+            if isinstance(a, torch.Tensor):
+                return compat.alias(a).requires_grad_(next(flags))
+            return [argument(b) for b in a] if type(a) is list else a
+
+        with compat.with_autograd():
+            args = tuple([argument(a) for a in args])
+            compat.push_hooks(pack, _unread)
+            try:
+                out = func(*args)
+            finally:
+                compat.pop_hooks()
+        for j, tensor in zip(self.results, out, strict=True):
+            pick(j, tensor)
+        return found.items()
+
+
+def _unread(_: Any) -> torch.Tensor:
+    raise AssertionError("no backward pass runs through a layer that is run again")
