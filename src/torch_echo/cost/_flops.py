@@ -191,6 +191,10 @@ def _rnn_layer(x: Any, w_input: Any, w_hidden: Any, *_: Any) -> float:
     return float(2 * math.prod(x[:-1]) * (math.prod(w_input) + math.prod(w_hidden)))
 
 
+def _recurrent(x: Any, _state: Any, weights: Any, *_: Any) -> float:
+    return float(2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) > 1))
+
+
 _FORMULAS: dict[str, Callable[..., float]] = {
     "linear": lambda x, w, *_: 2.0 * math.prod(x) * w[0],
     "mkldnn_linear": lambda x, w, *_: 2.0 * math.prod(x) * w[0],
@@ -201,6 +205,10 @@ _FORMULAS: dict[str, Callable[..., float]] = {
     "addbmm": lambda _b, a, w: 2.0 * math.prod(a) * w[-1],
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "gru": _recurrent,
+    "lstm": _recurrent,
+    "rnn_tanh": _recurrent,
+    "rnn_relu": _recurrent,
     "mkldnn_rnn_layer": _rnn_layer,
     "mkldnn_rnn_layer_backward": lambda x, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
 }

@@ -76,7 +76,7 @@ class _Probe(compat.TensorMode):
 
 
 def stepwise(func: Any, args: tuple[Any, ...]) -> bool:
-    """Does PyTorch compute this call step by step, over more than a few steps? A first step of it is run to find out."""
+    """Does PyTorch compute this call step by step, over more than a few steps? A step or two are run to find out."""
     call = _Call.of(args)
     if call.steps < _FEWEST_STEPS or torch.is_autocast_enabled(call.x.device.type):
         return False
@@ -84,7 +84,9 @@ def stepwise(func: Any, args: tuple[Any, ...]) -> bool:
     if call.sizes is None:
         first = call._replace(x=call.x.narrow(1 if call.batch_first else 0, 0, 1), dropout=0.0)
     else:
-        first = call._replace(x=call.x[: int(call.sizes[0])], sizes=call.sizes[:1], dropout=0.0)
+        # Sequences of one length are no different from a tensor to oneDNN: first and last step tell.
+        ends = call.sizes[[0, -1]]
+        first = call._replace(x=call.x[: int(ends.sum())], sizes=ends, dropout=0.0)
     compat.dispatch_modes.push(probe)
     try:
         func(*first.args())

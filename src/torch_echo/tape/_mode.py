@@ -377,8 +377,8 @@ class Tape(Stackable):
 
     def takes_apart(self, func: Any, args: tuple[Any, ...]) -> bool:
         """See :class:`Stackable`."""
-        first = self.layer_site(0, func)
-        planned = any(site[:-1] == first[:-1] for site in self.table.sites if len(site) == len(first))
+        # Sites of one kernel are as long as the place; those of layers, and of the dropout between them, are longer.
+        planned = any(site[1:4] == self.place and len(site) > 4 for site in self.table.sites)
         return planned and self.saves_here() and not torch.is_autocast_enabled(args[0].device.type)
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
