@@ -6,11 +6,16 @@ Nothing of autograd's own graph changes, so gradients are summed in the order th
 taken apart, so that each is an op of its own.
 
 Layers that PyTorch has one kernel for (oneDNN's LSTM) are left to it.
+
+Where sums may be taken in another order (``Options.reorder``), layers over many steps run in *stretches* of some steps, each
+from the state that the one before left: then what backward needs at a time is that of one stretch, not that of all steps. The
+gradients of the weights are sums over stretches instead of over all steps at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +25,16 @@ from torch_echo.cost import OpSpec, spec_of
 from torch_echo.rules import Rule
 from torch_echo.tape._recipe import NO_KWARGS, Recipe, tensors_in
 
-__all__ = ["LayerRecipe", "LayerRun", "in_layers", "layer_rule", "layer_spec", "stepwise"]
+__all__ = ["LayerRecipe", "LayerRun", "in_layers", "layer_rule", "layer_spec", "long", "plain", "stepwise"]
 
 LayerRun = Callable[[int, Any, tuple[Any, ...]], tuple[torch.Tensor, ...]]
 """Runs one layer: its number, the function and its arguments."""
 
 _FEWEST_STEPS = 8
 """Layers over fewer steps are left to the tape op by op: a plan may then re-run less than all of it."""
+
+STRETCH = 64
+"""Steps, about; only layers over twice as many run in stretches."""
 
 _FUSED = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 
@@ -55,6 +63,22 @@ class _Call(NamedTuple):
         if self.sizes is None:
             return (self.x, *self[2:])
         return tuple(self[:-1])
+
+    @property
+    def states(self) -> tuple[torch.Tensor, ...]:
+        return (self.state,) if isinstance(self.state, torch.Tensor) else tuple(self.state)
+
+    def part(
+        self, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], both: bool
+    ) -> _Call:
+        """One layer of this call."""
+        state = states[0] if isinstance(self.state, torch.Tensor) else tuple(states)
+        return _Call(x, self.sizes, state, list(weights), self.biases, 1, 0.0, self.train, both)
+
+    @property
+    def stretched(self) -> bool:
+        """Are there steps enough for stretches?"""
+        return self.sizes is None and self.x.dim() == 3 and self.steps >= 2 * STRETCH
 
     @property
     def steps(self) -> int:
@@ -95,35 +119,58 @@ def stepwise(func: Any, args: tuple[Any, ...]) -> bool:
     return not probe.fused
 
 
-def in_layers(func: Any, args: tuple[Any, ...], run: LayerRun) -> tuple[torch.Tensor, ...]:
-    """The call ``func(*args)``, layer after layer, each through `run`. Kernels and random draws are those of the whole call."""
+def long(args: tuple[Any, ...]) -> bool:
+    """Are there steps enough in this call for it to run in stretches?"""
+    return _Call.of(args).stretched
+
+
+def in_layers(func: Any, args: tuple[Any, ...], run: LayerRun, stretches: bool) -> tuple[torch.Tensor, ...]:
+    """The call ``func(*args)``, layer after layer, each through `run`. Kernels and random draws are those of the whole call; with
+    `stretches`, long layers go through `run` several times."""
     call = _Call.of(args)
-    if call.layers == 1:
+    stretches = stretches and call.stretched
+    if call.layers == 1 and not stretches:
         return run(0, func, args)
     x = call.x.transpose(0, 1) if call.batch_first else call.x
-    states = (call.state,) if isinstance(call.state, torch.Tensor) else call.state
     rows, weights = 1 + call.both, len(call.weights) // call.layers
     last: list[tuple[torch.Tensor, ...]] = []
     for i in range(call.layers):
-        begin = tuple(s.narrow(0, i * rows, rows) for s in states)
-        layer = _Call(
-            x,
-            call.sizes,
-            begin[0] if isinstance(call.state, torch.Tensor) else begin,
-            list(call.weights[i * weights : (i + 1) * weights]),
-            call.biases,
-            1,
-            0.0,
-            call.train,
-            call.both,
-        )
-        x, *end = run(i, func, layer.args())
+        states = [s.narrow(0, i * rows, rows) for s in call.states]
+        layer = call.part(x, states, call.weights[i * weights : (i + 1) * weights], call.both)
+        x, *end = _in_stretches(func, layer, run, i) if stretches else run(i, func, layer.args())
         last.append(tuple(end))
         if call.dropout and call.train and i + 1 < call.layers:
             x = torch.dropout(x, call.dropout, True)
     if call.batch_first:
         x = x.transpose(0, 1)
     return x, *(torch.cat(s) for s in zip(*last, strict=True))
+
+
+def _in_stretches(func: Any, layer: _Call, run: LayerRun, number: int) -> tuple[torch.Tensor, ...]:
+    """One layer, in each direction stretch after stretch."""
+    directions = 1 + layer.both
+    size = math.ceil(layer.steps / round(layer.steps / STRETCH))
+    weights = len(layer.weights) // directions
+    outs, ends = [], []
+    for d in range(directions):
+        states: Sequence[torch.Tensor] = [s.narrow(0, d, 1) for s in layer.states]
+        parts = []
+        for x in (layer.x.flip(0) if d else layer.x).split(size):
+            part = layer.part(x, states, layer.weights[d * weights : (d + 1) * weights], False)
+            out, *states = run(number, func, part.args())
+            parts.append(out)
+        out = torch.cat(parts)
+        outs.append(out.flip(0) if d else out)
+        ends.append(states)
+    if directions == 1:
+        return outs[0], *ends[0]
+    return torch.cat(outs, -1), *(torch.cat(s) for s in zip(*ends, strict=True))
+
+
+def plain(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """One layer or a stretch of it as PyTorch runs it. All such calls have this place in the code."""
+    result: tuple[torch.Tensor, ...] = func(*args)
+    return result
 
 
 def layer_rule(func: Any) -> Rule:

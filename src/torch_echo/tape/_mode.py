@@ -16,7 +16,7 @@ import torch
 from torch_echo import compat
 from torch_echo.rules import Rule, may_reuse, rule_of
 from torch_echo.tape._gate import CLOSED, HOOKS, MODE, Door, Place, unknown
-from torch_echo.tape._layer import LayerRecipe, layer_rule
+from torch_echo.tape._layer import LayerRecipe, layer_rule, plain
 from torch_echo.tape._recipe import (
     NO_KWARGS,
     Leaf,
@@ -198,8 +198,8 @@ class _LayerSaves:
 class Tape(Stackable):
     """The recording side, one per thread and session."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, reorder: bool = False) -> None:
+        super().__init__(reorder)
         self.slots: dict[int, Slot] = {}
         """Current slot of each storage whose content is dropped."""
         self.trusted: Collection[int] = ()
@@ -386,8 +386,7 @@ class Tape(Stackable):
         decision = self.table.sites.get(self.layer_site(number, func))
         mask = 0 if decision is None else decision.next()
         if not mask:
-            result: tuple[torch.Tensor, ...] = func(*args)
-            return result
+            return plain(func, args)
         recipe = LayerRecipe(func, layer_rule(func), args, _order())
         recipe.args = tuple([self._refer(a) for a in args])
         saving = _LayerSaves(self, recipe, mask, {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)})

@@ -25,7 +25,7 @@ from torch_echo.graph import Kind
 from torch_echo.memory import live_bytes
 from torch_echo.rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._gate import Place
-from torch_echo.tape._layer import layer_rule, layer_spec, stepwise
+from torch_echo.tape._layer import layer_rule, layer_spec, long, plain, stepwise
 from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
 from torch_echo.tape._stack import Site, Stackable, unpack
@@ -133,8 +133,9 @@ class Recorder(Stackable):
         tape: Tape | None = None,
         tables: Mapping[str, Sequence[Table]] | None = None,
         script: bool = True,
+        reorder: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(reorder)
         self.device = device
         self.script = script
         """Will the script's own code, outside of modules, be taped?"""
@@ -163,6 +164,8 @@ class Recorder(Stackable):
         self.base_bytes = 0
         self._layer: OpCall | None = None
         """The recurrent layer that is running as one op."""
+        self._stepwise = False
+        """Does PyTorch compute the layers of the call that is running step by step?"""
         self.active = False
         self._profile = compat.MemoryProfile()
         self._watched: list[Any] = []
@@ -305,13 +308,16 @@ class Recorder(Stackable):
         self.mark("rebuild")  # what the question allocates is none of the script's
         self.switch(False, False, self.gate_on)
         try:
-            return stepwise(func, args)
+            self._stepwise = stepwise(func, args)
         finally:
             self.switch(mode, hooks, self.gate_on)
             self.mark("rebuilt")
+        return self._stepwise or (self.reorder and long(args))
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """See :class:`Stackable`."""
+        if not self._stepwise:
+            return plain(func, args)
         op, spec = layer_spec(func, args)
         tensors = [t for _, t in tensors_in(args, {})]
         call = OpCall(

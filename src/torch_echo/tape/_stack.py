@@ -51,8 +51,10 @@ def overwritten(size: Any, token: torch.Tensor, expected: int) -> RuntimeError:
 class Stackable(compat.TensorMode):
     """A dispatch mode with a pair of saved-tensor hooks, and a gate in front of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, reorder: bool = False) -> None:
         super().__init__()
+        self.reorder = reorder
+        """See :class:`torch_echo.options.Options`."""
         self.mode_on = False
         self.hooks_on = False
         self.gate_on = False
@@ -79,7 +81,7 @@ class Stackable(compat.TensorMode):
         self.place = place
         try:
             if func in compat.RECURRENT and not kwargs and self.takes_apart(func, args):
-                return in_layers(func, args, self.run_layer)
+                return in_layers(func, args, self.run_layer, self.reorder)
             return func(*args, **kwargs)
         finally:
             self.place = outer

@@ -89,8 +89,8 @@ class Phase(Enum):
 class _Local(threading.local):
     """State of one thread within a session."""
 
-    def __init__(self) -> None:
-        self.tape = Tape()
+    def __init__(self, reorder: bool) -> None:
+        self.tape = Tape(reorder)
         self.depth = 0
         """Nesting of module calls that are taped or recorded."""
         self.lifted = 0
@@ -145,7 +145,7 @@ class Session:
         self.device: torch.device | None = None
         self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._local = _Local()
+        self._local = _Local(self.options.reorder)
         self._recorder: Recorder | None = None
         self._thread: threading.Thread | None = None
         """Where the iteration is watched."""
@@ -506,7 +506,9 @@ class Session:
             tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
             tables = self.installed.tables if self.installed is not None else None
             self._local.tape = tape
-        self._recorder = Recorder(self.device, known, tape, tables, script=self._watch_all)
+        self._recorder = Recorder(
+            self.device, known, tape, tables, script=self._watch_all, reorder=self.options.reorder
+        )
         self.installed = None
         for e in entries.values():
             if e is not None and e.owner is self:
@@ -561,7 +563,7 @@ class Session:
             fixed_seconds=engine_seconds(self.graph),
         )
         if isinstance(self._local.tape, OnlineTape):
-            self._local.tape = Tape()
+            self._local.tape = Tape(self.options.reorder)
         self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
         self.phase = Phase.CHECK
         self.on_event("planned")
