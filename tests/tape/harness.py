@@ -47,6 +47,7 @@ __all__ = [
     "nothing",
     "producers",
     "randomly",
+    "start_bytes",
     "train",
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,23 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from torch_echo.graph import Phase, TrainingGraph, Trait
+from torch_echo.options import Options
+from torch_echo.tape import _layer
 from torch_echo.tape.session import Session
 
-from .harness import Case, Choice, compare, everything, forced, nothing, randomly, train
+from .harness import (
+    Case,
+    Choice,
+    ForcedSession,
+    check_footprint,
+    compare,
+    everything,
+    forced,
+    nothing,
+    randomly,
+    start_bytes,
+    train,
+)
 
 WIDTH, STEPS, BATCH = 12, 10, 5
 
@@ -193,3 +208,59 @@ def test_planned_session_needs_few_ops() -> None:
         finally:
             session.close()
     assert sizes[0] == sizes[1]
+
+
+STRETCHED: dict[str, tuple[Case, float]] = {
+    "lstm": (case(nn.LSTM, num_layers=2, dropout=0.3), 1e-5),
+    "lstm-both-first": (case(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True, state=True), 1e-5),
+    "gru-float64": (case(nn.GRU, num_layers=2, dropout=0.2, dtype=torch.float64), 1e-12),
+    "gru-both-float64": (case(nn.GRU, bidirectional=True, state=True, dtype=torch.float64), 1e-12),
+    "lstm-projected-float64": (case(nn.LSTM, proj_size=8, batch_first=True, state=True, dtype=torch.float64), 1e-12),
+}
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+@pytest.mark.parametrize("choose", [pytest.param(everything, id="all"), pytest.param(randomly(2), id="half")])
+def test_stretches(name: str, choose: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `reorder` long layers run in stretches: gradients equal up to rounding, the peak as planned, random draws the same."""
+    monkeypatch.setattr(_layer, "STRETCH", 4)
+    made, tolerance = STRETCHED[name]
+    expected = train(made)
+    session = ForcedSession(choose, Options(cost="analytic", reorder=True))
+    got = train(made, session)
+    assert session.graph is not None
+    check_footprint(session, 0.02)
+    layers, directions = (rnn := made.build().rnn).num_layers, 1 + made.build().rnn.bidirectional
+    ops = [op for op in session.graph.ops if op.traits & Trait.COMPOSITE or op.name == "aten::mkldnn_rnn_layer"]
+    assert rnn.mode in ("LSTM", "GRU")
+    assert len(ops) == 2 * layers * directions
+    for i, gradients in enumerate(
+        expected.gradients[:4]
+    ):  # the first with the plan; later ones drift with the parameters
+        for key, a in gradients.items():
+            dtype = np.float64 if "float64" in name else np.float32
+            one, other = a.view(dtype), got.gradients[i][key].view(dtype)
+            np.testing.assert_allclose(other, one, rtol=1e3 * tolerance, atol=tolerance * np.abs(one).max())
+    assert all(np.array_equal(a, b) for a, b in zip(expected.rng, got.rng, strict=True))
+
+
+def test_stretches_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace of oneDNN's LSTM is that of a stretch; without `reorder` it is that of all steps."""
+    monkeypatch.setattr(_layer, "STRETCH", 16)
+
+    def long_step(model: Net, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.randn(128, BATCH, WIDTH))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    peaks = {}
+    for reorder in (False, True):
+        session = Session(Options(max_overhead=1e3, cost="analytic", reorder=reorder))
+        train(Case(case(nn.LSTM).build, long_step), session)
+        assert session.plan is not None
+        assert session.graph is not None
+        check_footprint(session)
+        peaks[reorder] = session.plan.peak - start_bytes(session.graph)
+    assert peaks[True] < 0.5 * peaks[False]
