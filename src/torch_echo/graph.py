@@ -296,8 +296,7 @@ class TrainingGraph:
         only with them."""
         if not op.traits & Trait.COMPOSITE:
             return []
-        storage = self.storages
-        return [w for w in op.writes if storage[(s := self.values[w].storage)].held == storage[s].alloc]
+        return [w for w in op.writes if self.storages[self.values[w].storage].held <= op.end]
 
     def chain(self, values: Iterable[int]) -> set[int]:
         """`values`, every earlier version of their storages that an in-place op builds on, and what is inside the same

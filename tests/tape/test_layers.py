@@ -99,6 +99,7 @@ CASES = {
     "rnn-relu-both": case(nn.RNN, nonlinearity="relu", bidirectional=True),
     "lstm-projected": case(nn.LSTM, proj_size=8, num_layers=2, dropout=0.2, state=True),
     "lstm-float64": case(nn.LSTM, dtype=torch.float64, num_layers=2, bidirectional=True),
+    "gru-bfloat16": case(nn.GRU, dtype=torch.bfloat16, num_layers=2),
     "lstm-packed": case(nn.LSTM, packed=False, num_layers=2, state=True),
 }
 plain = cache(lambda name: train(CASES[name]))
@@ -208,6 +209,17 @@ def test_planned_session_needs_few_ops() -> None:
         finally:
             session.close()
     assert sizes[0] == sizes[1]
+
+
+def test_memory_budget() -> None:
+    """With a budget the steps before the plan are spared memory too, and the recorded one among them; the budget holds."""
+    made = case(nn.GRU, num_layers=3)
+    free = compare(made, None, options=Options(max_overhead=1e3, cost="analytic"))
+    assert free.plan is not None
+    budget = (free.plan.floor + free.plan.base_peak) // 2
+    session = compare(made, None, options=Options(memory_budget=budget, cost="analytic"))
+    assert session.measured_peak is not None
+    assert session.measured_peak <= budget
 
 
 STRETCHED: dict[str, tuple[Case, float]] = {

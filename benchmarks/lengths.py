@@ -1,0 +1,92 @@
+"""One plan for batches of many lengths: ``python -m benchmarks.lengths``.
+
+The translation model is planned on batches of length 30; the plan then serves batches of other lengths, beside plans made for
+each of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from benchmarks.measure import Seeded, interleave, peak, same
+from benchmarks.workloads import load
+from benchmarks.workloads.base import Trainer
+from torch_echo.options import Options
+from torch_echo.tape.session import Phase, RootCall, Session
+
+PLANNED = 30
+LENGTHS = (20, 30, 40, 50, 60)
+
+
+class OnePlan(Session):
+    """A session that does not plan again for larger inputs."""
+
+    def _outgrown(self, first: RootCall) -> bool:
+        return False
+
+
+def case(length: int, planned: int, overhead: float, rounds: int) -> dict[str, Any]:
+    """Peaks in bytes and the ratio of step times, at `length`, with a plan made at `planned`."""
+    workload, other = load(f"nmt{length}"), load(f"nmt{length}")
+    trainer, plain = Trainer(workload, workload.module), Trainer(other, other.module)
+    first = load(f"nmt{planned}").inputs
+    session = OnePlan(Options(max_overhead=overhead), name="lengths")
+    session.watch(workload.module)
+    here, trainer.inputs = trainer.inputs, first
+    step = Seeded(trainer)
+    while session.phase is not Phase.STEADY and step.done < 10:
+        step()
+    trainer.inputs = here
+    step()
+    _align(trainer, plain)
+    eager = Seeded(plain)
+    eager.done = step.done
+    times = interleave(eager, step, rounds, lambda: same(trainer, plain))
+    trainer.clear()
+    plain.clear()
+    return {"echo": peak(step), "eager": peak(eager), "equal": times.equal, **times.as_json()}
+
+
+def _align(trainer: Trainer, plain: Trainer) -> None:
+    module: nn.Module = plain.module
+    module.load_state_dict(trainer.module.state_dict())
+    if trainer.optimizer is not None and plain.optimizer is not None:
+        plain.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__)
+    parser.add_argument("--max-overhead", type=float, default=0.2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--case", nargs=2, type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(case(*args.case, args.max_overhead, args.rounds)))
+        return
+    table = Table("length", f"plan made at {PLANNED}", "plan made at this length", "step time", "step time")
+    for length in LENGTHS:
+        found = []
+        for planned in (PLANNED, length):
+            given = ["--max-overhead", str(args.max_overhead), "--rounds", str(args.rounds)]
+            command = [sys.executable, "-m", "benchmarks.lengths", *given, "--case", str(length), str(planned)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            found.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        ratios = [f"{f['echo'] / 2**20:.1f} MiB, {f['echo'] / f['eager']:.3f}x" for f in found]
+        table.add_row(str(length), *ratios, *(f"{f['cpu_ratio']:.3f}x" for f in found))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
