@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ def find(joint: fx.GraphModule, num_fwd_outputs: int) -> Head | None:
     logits = max(products, key=_numel, default=None)
     if logits is None or not _numel(logits):
         return None
-    rows = [shape_of(logits)[0]]
-    for units in dict.fromkeys([*rows, *map(_leading, logits.users)]):
-        if units > 1 and rows[0] % units == 0:
+    rows = shape_of(logits)[0]
+    for units in dict.fromkeys([rows, *map(_leading, logits.users)]):
+        if units > 1 and rows % units == 0:
             found = _Search(nodes, boundary, logits, units, num_fwd_outputs).run()
             if found is not None:
                 return found
@@ -142,19 +143,23 @@ class _Search:
                     self.rules[node] = rule
                     if rule.out is not None:
                         self.marks[node] = rule.out
-        wanted = {
-            operand: need
-            for rule in self.rules.values()
-            for operand, need in rule.needs.items()
-            if self._apart(operand) and book.rule(operand, need) is not None
-        }
+        needs = [item for rule in self.rules.values() for item in rule.needs.items()]
+        wanted = {operand: need for operand, need in needs if self._apart(operand) and self._fits(operand, need)}
         self.given |= wanted
         return bool(wanted)
 
     def _apart(self, node: fx.Node) -> bool:
-        """Is a node as large as the logits and read in parts only, but not made from them?"""
+        """Is a node as large as the logits, but not made from them?"""
         known = node in self.marks or node in self.given or node in self.whole or node.op != "call_function"
-        return not known and _numel(node) > self.limit and all(user in self.rules for user in node.users)
+        return not known and _numel(node) > self.limit
+
+    def _fits(self, node: fx.Node, rows: Rows) -> bool:
+        """Can a node be computed in parts with these rows, and be read in parts by all that read it?"""
+        book = RowRules(self.units, {**self.marks, node: rows})
+        return (
+            all(book.rule(n) is not None for n in node.users)
+            and RowRules(self.units, self.marks).rule(node, rows) is not None
+        )
 
     def _between(self, chosen: set[fx.Node]) -> set[fx.Node]:
         """Nodes with rows that read some of the chosen and are read by some, directly or not."""
@@ -213,7 +218,11 @@ class _Split:
                     raise _NotSplit(f"{node.name} needs results of the head that it is part of")
                 if node is region[-1]:
                     break
+            elif compat.written_nodes(node):
+                raise _NotSplit(f"{node.name} writes among the nodes of the head")
             elif any(n in inside or n in later for n in node.all_input_nodes):
+                if not _movable(node):
+                    raise _NotSplit(f"{node.name} has to stay among the nodes of the head")
                 later[node] = None
         return later
 
@@ -308,6 +317,15 @@ class _Split:
         old, new = node.meta["val"], made.meta["val"]
         if (old.dtype, old.shape, old.stride()) != (new.dtype, new.shape, new.stride()):
             raise _NotSplit(f"{node.name} would have another layout")
+
+
+def _movable(node: fx.Node) -> bool:
+    """Can a node run after others that it does not depend on? Not if it draws random numbers or has effects."""
+    target = node.target
+    if target is getitem:
+        return True
+    plain = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    return plain and not compat.is_nondeterministic(target)
 
 
 def _numel(node: fx.Node) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torch_echo import compat, nested
-from torch_echo.compile._capture import Capture, capture
+from torch_echo.compile._capture import Capture, capture, is_alias
 from torch_echo.compile._clone import clone
 from torch_echo.compile._fusion import FusedCost
 from torch_echo.compile._head import find, split
@@ -181,12 +181,13 @@ class _Planner:
 
 def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
     """Write a plan on the nodes of a joint graph: the values that it drops, and the ops that it re-runs for them. What reads an
-    input that is overwritten is kept, whatever the plan says."""
+    input that is overwritten is kept, whatever the plan says. Of what is kept, views are made again: Inductor writes over what
+    backward was given when it has been read, and does not see that two saved tensors share memory."""
     graph = found.graph
     rerun = set(ops)
     for node, value in found.value_of.items():
         if node.op != "placeholder":
-            again = value in dropped or graph.values[value].producer < 0
+            again = value in dropped or graph.values[value].producer < 0 or is_alias(node)
             compat.tag_recompute(node, again and node not in found.stale)
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs

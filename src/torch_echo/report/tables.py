@@ -176,7 +176,7 @@ def _headline(graph: TrainingGraph, plan: Plan, before: Footprint, after: Footpr
     grid = _grid("left", "left")
     ratio = f": {after.peak / before.peak:.2f}x" if before.peak else ""
     grid.add_row("peak memory", f"{format_bytes(after.peak)} instead of {format_bytes(before.peak)}{ratio}")
-    now, then = _place(graph, after), _place(graph, before)
+    now, then = _place(after), _place(before)
     grid.add_row("reached in", now if now == then else f"{now}; before: {then}")
     grid.add_row("least reachable", format_bytes(plan.floor))
     time = f"{format_seconds(plan.extra_seconds)} a step" if plan.extra_seconds else "none"
@@ -262,11 +262,11 @@ def _table(*justify: str) -> Table:
     return table
 
 
-def _place(graph: TrainingGraph, footprint: Footprint) -> str:
+def _place(footprint: Footprint) -> str:
     """Where a peak stands: the op, its layer and phase."""
     if footprint.op < 0:
         return "between ops"
-    op = graph.ops[footprint.op]
+    op = footprint.graph.ops[footprint.op]
     where = f" of {op.layer}" if op.layer else ""
     return f"{_op(op.name)}{where} ({op.phase.name.lower()})"
 
