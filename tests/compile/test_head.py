@@ -111,15 +111,15 @@ def parts() -> int:
     return int(first.split()[3]) if NOTE in first else 1
 
 
-def check(model: nn.Module, backend: str, inputs: tuple[Tensor, Tensor], **options: Any) -> None:
-    expected = results(model, backend, inputs, **options)
+def check(model: nn.Module, backend: str, inputs: tuple[Tensor, Tensor], tolerance: float = 1e-10) -> None:
+    expected = results(model, backend, inputs)
     assert parts() == 1
     whole = plans[-1].plan.peak - plans[-1].graph.base_bytes
-    found = results(model, backend, inputs, reorder=True, **options)
+    found = results(model, backend, inputs, reorder=True)
     assert parts() > 1 and NOTE in plans[-1].plan.notes[0]
     assert plans[-1].plan.peak - plans[-1].graph.base_bytes < whole
     for a, b in zip(found, expected, strict=True):
-        assert (a - b).abs().max() <= 1e-10 * b.abs().max()
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -173,7 +173,7 @@ def test_shifted_loss_of_transformers() -> None:
             return (out.loss, out.logits) if self.logits else out.loss
 
     for logits in (False, True):
-        check(Model(logits), "echo_eager", data())
+        check(Model(logits), "echo_eager", data(), tolerance=1e-6)  # logits become float32
         assert len(plans) == 1
 
 
