@@ -630,6 +630,15 @@ def mutated_inputs(joint: fx.Graph) -> list[fx.Node | None]:
     return found
 
 
+def fake_mode(value: Any) -> Any:
+    """Context in which ops are not run, but give fake tensors such as the value of a node in a joint graph has."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(value)
+    assert mode is not None, "a joint graph without fake tensors"
+    return mode
+
+
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node's op overwrites."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:

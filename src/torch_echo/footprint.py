@@ -59,6 +59,11 @@ class Footprint:
     """Op whose re-run the peak falls into; -1 if none."""
     _trace: _Trace = field(repr=False, default=None)  # type: ignore[assignment]
 
+    @property
+    def graph(self) -> TrainingGraph:
+        """What was replayed."""
+        return self._trace.replayer.graph
+
     def composition(self) -> dict[tuple[str, Kind], int]:
         """Bytes alive at the peak by (layer, kind), largest first; they add up to the peak."""
         return self._trace.composition()

@@ -100,6 +100,7 @@ class Footprint:
     peak: int
     op: int
     parts: dict[tuple[str, Kind], int]
+    graph: TrainingGraph
     rerun: list[int] = field(default_factory=list)
 
     def composition(self) -> dict[tuple[str, Kind], int]:
@@ -154,10 +155,9 @@ def explained() -> dict[str, Any]:
         *(Decision("aten::mm", f"heads{i}", 1, 0, 0, 0, MIB, 0.0, "keep", "must not be re-run") for i in range(30)),
     ]  # fmt: skip
     return {
-        "graph": graph,
         "plan": Plan(100 * MIB, 0.0123, 0.3, decisions, ["exact: each candidate", "searched: the prices"]),
-        "before": Footprint(sum(before.values()), 0, before),
-        "after": Footprint(sum(after.values()), -1, after, list(range(1200))),
+        "before": Footprint(sum(before.values()), 0, before, graph),
+        "after": Footprint(sum(after.values()), -1, after, graph, list(range(1200))),
     }
 
 

@@ -22,7 +22,7 @@ from torch_echo.errors import CaptureError
 from torch_echo.graph import BackwardPass, Fused, Kind, Op, OpClass, Phase, Save, Storage, TrainingGraph, Trait, Value
 from torch_echo.rules import nondeterministic_on, rule_of
 
-__all__ = ["Capture", "capture", "tensors_of"]
+__all__ = ["Capture", "capture", "is_alias", "tensors_of"]
 
 
 @dataclass
@@ -278,6 +278,12 @@ class _Walk:
             if node in self.found.value_of:
                 graph.values[self.found.value_of[node]].keepable = False
                 self.found.stale |= {user for user in node.users if self.index[user] < self.boundary}
+
+
+def is_alias(node: fx.Node) -> bool:
+    """Does a node make a view, or is it one of several views that another one makes?"""
+    source = node.args[0] if node.target is getitem else node
+    return isinstance(source, fx.Node) and is_view(source.target)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

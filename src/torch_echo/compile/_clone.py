@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from torch import fx
 
 from torch_echo import compat
-from torch_echo.compile._capture import Capture
+from torch_echo.compile._capture import Capture, is_alias
 from torch_echo.errors import CaptureError
 from torch_echo.nested import Groups, Step
 
@@ -92,12 +92,16 @@ class _Cloner:
         several = isinstance(node.meta.get("val"), (tuple, list))  # views; a number is kept
         return several and node in self.forward and any(self._lost(n) for n in node.all_input_nodes)
 
+    def _view(self, node: fx.Node) -> bool:
+        """Is it a view of what is kept? It is made again: see :func:`torch_echo.compile._partition.tag`."""
+        return node in self.forward and is_alias(node) and node not in self.found.stale
+
     def _standing(self, node: fx.Node) -> fx.Node:
         """What is to be read in place of a node."""
         for table in (self.passing, self.lasting):
             if node in table:
                 return table[node]
-        if not self._lost(node):
+        if not self._lost(node) and not self._view(node):
             return node
         if node in self.found.op_of:
             raise CaptureError(f"{node.name} is read in backward, but nothing rebuilds it")

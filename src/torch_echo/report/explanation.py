@@ -29,7 +29,7 @@ class Explanation:
     plan: Plan
     """What is dropped and rebuilt, with the reason for each decision."""
     before: Footprint
-    """The replay with every feature map kept."""
+    """The replay with every feature map kept; of the graph as it was, where the plan is for a rewritten one."""
     after: Footprint
     """The replay under the plan."""
 
@@ -69,7 +69,7 @@ class Explanation:
     def __str__(self) -> str:
         from torch_echo.report.tables import render_explanation
 
-        return render_explanation(self.graph, self.plan, self.before, self.after).rstrip("\n")
+        return render_explanation(self.plan, self.before, self.after).rstrip("\n")
 
     def __repr__(self) -> str:
         peaks = f"peak {self.after.peak} instead of {self.before.peak} bytes"

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from torch_echo.graph import Kind, TrainingGraph
+from torch_echo.graph import Kind
 from torch_echo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -48,11 +48,9 @@ def render_summary(summary: Summary, *, width: int = WIDTH) -> str:
     return _plain(_summary(summary), width)
 
 
-def render_explanation(
-    graph: TrainingGraph, plan: Plan, before: Footprint, after: Footprint, *, width: int = WIDTH
-) -> str:
+def render_explanation(plan: Plan, before: Footprint, after: Footprint, *, width: int = WIDTH) -> str:
     """A plan as plain text: the peak before and after, by layer and kind, then each decision with its reason."""
-    parts: list[RenderableType] = [_headline(graph, plan, before, after), Text("")]
+    parts: list[RenderableType] = [_headline(plan, before, after), Text("")]
     parts += [_composition(before, after), Text("")]
     parts.append(_decisions(plan) if plan.decisions else Text("There is nothing to decide: no feature map is kept."))
     parts += [Text(""), *(Text(note) for note in plan.notes)] if plan.notes else []
@@ -172,11 +170,11 @@ def _note_rows(s: Summary) -> list[tuple[str, RenderableType]]:
 # An explanation.
 
 
-def _headline(graph: TrainingGraph, plan: Plan, before: Footprint, after: Footprint) -> RenderableType:
+def _headline(plan: Plan, before: Footprint, after: Footprint) -> RenderableType:
     grid = _grid("left", "left")
     ratio = f": {after.peak / before.peak:.2f}x" if before.peak else ""
     grid.add_row("peak memory", f"{format_bytes(after.peak)} instead of {format_bytes(before.peak)}{ratio}")
-    now, then = _place(graph, after), _place(graph, before)
+    now, then = _place(after), _place(before)
     grid.add_row("reached in", now if now == then else f"{now}; before: {then}")
     grid.add_row("least reachable", format_bytes(plan.floor))
     time = f"{format_seconds(plan.extra_seconds)} a step" if plan.extra_seconds else "none"
@@ -262,11 +260,11 @@ def _table(*justify: str) -> Table:
     return table
 
 
-def _place(graph: TrainingGraph, footprint: Footprint) -> str:
+def _place(footprint: Footprint) -> str:
     """Where a peak stands: the op, its layer and phase."""
     if footprint.op < 0:
         return "between ops"
-    op = graph.ops[footprint.op]
+    op = footprint.graph.ops[footprint.op]
     where = f" of {op.layer}" if op.layer else ""
     return f"{_op(op.name)}{where} ({op.phase.name.lower()})"
 
