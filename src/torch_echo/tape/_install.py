@@ -114,16 +114,13 @@ class _Sites:
 
         for v in dropped:
             op = self.makers[v]
-            inside: tuple[_Call, _Turn] | None = None
-            if op is not None and op.traits & Trait.COMPOSITE:
-                inside = (op.layer, op.call), (op.site, op.turn)
-                of(inside[0]).layers.add(inside[1])
-            elif op is not None:
-                of((op.layer, op.call)).mode.add((op.site, op.turn))
+            layer = op is not None and bool(op.traits & Trait.COMPOSITE)
+            if op is not None:
+                need = of((op.layer, op.call))
+                (need.layers if layer else need.mode).add((op.site, op.turn))
             for save in self.packed.get(v, ()):
-                call, turn = (save.layer, save.call), (save.site, save.turn)
-                if (call, turn) != inside:  # which has hooks of its own
-                    of(call).hooks.add(turn)
+                if not (layer and op is not None and op.start <= save.pack <= op.end):  # which has hooks of its own
+                    of((save.layer, save.call)).hooks.add((save.site, save.turn))
         return found
 
     def seconds(self, dropped: Collection[int]) -> float:
