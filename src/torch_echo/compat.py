@@ -630,11 +630,15 @@ MANY_READERS = 4
 """A value with more than so many readers has a gradient of as many parts."""
 
 
-def backend_failure() -> type[Exception]:
-    """What Dynamo raises for any error of a backend; the error is its ``inner_exception``."""
-    from torch._dynamo.exc import BackendCompilerFailed
+def passing(error: Exception) -> Exception:
+    """What a backend raises to have the caller of compiled code get `error`; Dynamo wraps others in a BackendCompilerFailed."""
+    from torch._dynamo.exc import ShortenTraceback
 
-    return BackendCompilerFailed
+    class Passing(ShortenTraceback):
+        def remove_dynamo_frames(self) -> Any:  # what Dynamo raises in place of this
+            return error
+
+    return Passing(str(error), first_useful_frame=None)
 
 
 def inductor(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,13 +12,29 @@ from torch import fx
 from torch_echo import compat
 from torch_echo._version import __version__
 from torch_echo.compile._partition import Partitioner
-from torch_echo.errors import OptionError
+from torch_echo.errors import OptionError, TorchEchoError
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 
 __all__ = ["echo", "echo_eager"]
 
+Backend = Callable[..., Any]
 
+
+def _errors_pass(backend: Backend) -> Backend:
+    """The errors of this package reach the caller of compiled code as they are."""
+
+    @wraps(backend)
+    def call(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return backend(module, example_inputs, **kwargs)
+        except TorchEchoError as error:
+            raise compat.passing(error) from error
+
+    return call
+
+
+@_errors_pass
 def echo(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     """Inductor, with forward and backward split by torch-echo's plan.
 
@@ -36,6 +54,7 @@ def echo(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     return compat.inductor(module, example_inputs, Partitioner(options, fused=True), key, patches)
 
 
+@_errors_pass
 def echo_eager(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     """PyTorch's own kernels, called one after the other, with forward and backward split by torch-echo's plan.
 

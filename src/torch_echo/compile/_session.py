@@ -20,7 +20,6 @@ import torch
 
 from torch_echo import compat
 from torch_echo.compile._partition import left, plans
-from torch_echo.errors import TorchEchoError
 from torch_echo.graph import TrainingGraph
 from torch_echo.options import Options
 from torch_echo.report.summary import Summary, rebuilt_by_layer
@@ -102,11 +101,6 @@ class CompileSession:
         local.inside = True
         try:
             return original(module, *args, **kwargs) if compiled is None else compiled(module, args, kwargs)
-        except compat.backend_failure() as error:
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, TorchEchoError):
-                raise inner from None
-            raise
         finally:
             local.inside = False
 
