@@ -133,7 +133,7 @@ def test_options_of_inductor_and_of_ours() -> None:
 def test_an_infeasible_budget() -> None:
     """Not inside an exception of Dynamo's or of Inductor's."""
     model = Blocks(1)
-    with pytest.raises(BudgetInfeasible, match="1.0 KiB"):
+    with pytest.raises(BudgetInfeasible, match=r"1\.0 KiB"):
         step(compiled(model, memory_budget="1KiB"), model, torch.randn(8, WIDTH))
 
 
