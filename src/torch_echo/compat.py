@@ -590,6 +590,21 @@ def node_name(node: fx.Node) -> str:
     return op_name(target)[0] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
+def is_region(joint: fx.Graph) -> bool:
+    """Is it the joint graph of a ``torch.compiler.nested_compile_region``, which others call, instead of a graph's own?"""
+    return "desc" not in list(joint.nodes)[-1].meta
+
+
+def region_of(node: fx.Node) -> fx.Graph | None:
+    """The graph of the nested region that a node calls; its arguments begin with the third."""
+    if node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    owner: Any = node.graph.owning_module
+    name: Any = node.args[0]
+    graph: fx.Graph = getattr(owner, name.target).graph
+    return graph
+
+
 def mutated_inputs(joint: fx.Graph) -> list[fx.Node | None]:
     """For each output of a joint graph: the primal that it is copied into when forward ends, or None."""
     nodes = list(joint.nodes)
@@ -611,6 +626,11 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             found += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node)]
     return found
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Is the node to be recomputed by the user's own wish, in a region of ``torch.utils.checkpoint``?"""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def tag_recompute(node: fx.Node, recompute: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from operator import getitem
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Partitioner:
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
+            _read_inputs(joint)
             joint.graph.eliminate_dead_code()
             device = _device_of(joint)
             cache = CostCache(device_key(device))
@@ -53,7 +55,7 @@ class Partitioner:
                 cost = FusedCost(cost, AnalyticCost(cache, device))
             found = capture(joint, kwargs["num_fwd_outputs"], cost, Workspaces(cache))
             cost.save()  # the cache, with the workspaces in it
-            made, replayer = self._plan(found, device)
+            made, replayer = self._plan(found, device, compat.is_region(joint.graph))
         except BudgetInfeasible:
             raise
         except TorchEchoError as error:
@@ -68,12 +70,13 @@ class Partitioner:
             tag(found, made.dropped, made.rerun)
         return compat.partition(joint, inputs, tagged=True, **kwargs)
 
-    def _plan(self, found: Capture, device: torch.device) -> tuple[Plan, Replayer]:
+    def _plan(self, found: Capture, device: torch.device, region: bool) -> tuple[Plan, Replayer]:
+        """A region is planned by itself, and knows no budget: what of it is left when others are planned is not known yet."""
         graph, options = found.graph, self.options
         graph.base_bytes = max(0, live_bytes(device) - graph.older_bytes)
         made = plan(
             graph,
-            budget=options.budget_bytes(device),
+            budget=None if region else options.budget_bytes(device),
             max_overhead=options.max_overhead,
             policy=options.policy,
             on_infeasible=options.on_infeasible,
@@ -89,13 +92,31 @@ def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
     input that is overwritten is kept, whatever the plan says."""
     graph = found.graph
     rerun = set(ops)
+
     for node, value in found.value_of.items():
         if node.op != "placeholder":
+            source = node.args[0] if node.target is getitem else None
+            made_again = found.op_of.get(source, -1) in rerun or source not in found.op_of  # type: ignore[arg-type]
             again = value in dropped or graph.values[value].producer < 0
-            compat.tag_recompute(node, again and node not in found.stale)
+            compat.tag_recompute(node, again and made_again and node not in found.stale)
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs
             compat.tag_recompute(node, op in rerun)
+
+
+def _read_inputs(joint: fx.GraphModule) -> None:
+    """Have what reads an input of a nested region, which the region hands back for backward, read the input itself: it can be
+    dropped then."""
+    for node in joint.graph.nodes:
+        region = compat.region_of(node)
+        if region is None:
+            continue
+        *inside, output = region.nodes
+        given = dict(zip((n for n in inside if n.op == "placeholder"), node.args[2:], strict=True))
+        for user in list(node.users):
+            source = given.get(output.args[0][user.args[1]])
+            if isinstance(source, fx.Node):
+                user.replace_all_uses_with(source)
 
 
 def _device_of(joint: fx.GraphModule) -> torch.device:
