@@ -5,6 +5,7 @@ Written against torch 2.11 to 2.14. A name that moves is mended here and nowhere
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -662,15 +663,22 @@ def passing(error: Exception) -> Exception:
 
 
 def inductor(
-    module: fx.GraphModule, inputs: Any, partitioner: Callable[..., Any], key: str, patches: dict[str, Any]
+    module: fx.GraphModule,
+    inputs: Any,
+    partitioner: Callable[..., Any],
+    key: str,
+    patches: dict[str, Any],
+    cached: bool = True,
 ) -> Callable[..., Any]:
-    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options.
+    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options. `cached`
+    False: the partitioner is called even if it was in an earlier run; kernels are still looked for.
 
     Unless they say otherwise, Inductor gives buffers back when they have been read: to hold on to one until another of its size
     is wanted costs memory, and spares next to nothing where PyTorch's allocators do the same. And where the gradients of many
     readers are summed up, each is computed when it can be and added at once, instead of all of them in one late kernel, until
     which everything lives that they are computed from.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
@@ -693,9 +701,10 @@ def inductor(
         def uuid(self) -> Any:
             return key, get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
 
-    compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-        module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
-    )
+    with contextlib.nullcontext() if cached else functorch_config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
+        )
     return compiled
 
 

@@ -36,6 +36,8 @@ class Capture:
     """The value that a node of the forward pass makes, or a view of which it is."""
     stale: set[fx.Node] = field(default_factory=set)
     """Nodes that read an input which the forward pass overwrites at its end: backward would find other contents."""
+    region: bool = False
+    """Is it a nested region, which other graphs call?"""
 
 
 def capture(
@@ -58,7 +60,7 @@ class _Walk:
         self.cost = cost
         self.workspaces = workspaces
         self.graph = TrainingGraph(ticks=2 * len(self.nodes))
-        self.found = Capture(self.graph)
+        self.found = Capture(self.graph, region=compat.is_region(joint.graph))
         outputs = self.nodes[-1].args[0]
         self.returned = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
         self.gradients = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
@@ -80,7 +82,6 @@ class _Walk:
         self.counts: list[int] = []
         self.paid = 0.0
         """Seconds of the ops that are run twice anyway: a user's checkpoint says so."""
-        self.region = compat.is_region(joint.graph)
         self.fusing = cost if isinstance(cost, FusedCost) else None
 
     def run(self) -> Capture:
@@ -256,7 +257,9 @@ class _Walk:
         if nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
             return Trait.KEEP
         if rule.random:
-            return Trait.KEEP if self.region else Trait.RANDOM  # PyTorch replays random numbers in whole graphs only
+            return (
+                Trait.KEEP if self.found.region else Trait.RANDOM
+            )  # PyTorch replays random numbers in whole graphs only
         return Trait.NONE
 
     def _reads(self, node: fx.Node, tick: int, forward: bool) -> list[int]:
@@ -276,7 +279,9 @@ class _Walk:
     def _lifetimes(self) -> None:
         graph = self.graph
         outlive: set[int] = set()
-        mutated_inputs = [None] * len(self.returned) if self.region else compat.mutated_inputs(self.nodes[-1].graph)
+        mutated_inputs = (
+            [None] * len(self.returned) if self.found.region else compat.mutated_inputs(self.nodes[-1].graph)
+        )
         for node, mutated in zip(self.returned, mutated_inputs, strict=False):
             for s in self.of.get(node, ()):
                 if mutated is None:

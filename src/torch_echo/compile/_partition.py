@@ -19,12 +19,13 @@ from torch_echo import compat, nested
 from torch_echo.compile._capture import Capture, capture
 from torch_echo.compile._clone import clone
 from torch_echo.compile._fusion import FusedCost
+from torch_echo.compile._share import Shared
 from torch_echo.cost import AnalyticCost, CostCache, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
 from torch_echo.footprint import Replayer
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
-from torch_echo.planning import Plan, footprint_of, plan
+from torch_echo.planning import Plan, footprint_of, front, plan
 from torch_echo.report.explanation import Explanation
 
 __all__ = ["Partitioner", "left", "plans", "tag"]
@@ -38,11 +39,13 @@ left: list[str] = []
 
 
 class Partitioner:
-    """Called by AOTAutograd with each joint graph. `options` as for the tape. `fused`: the parts are for Inductor."""
+    """Called by AOTAutograd with each joint graph. `options` as for the tape. `fused`: the parts are for Inductor. `shared`: the
+    other graphs of a step, if they are planned together."""
 
-    def __init__(self, options: Options, fused: bool = False) -> None:
+    def __init__(self, options: Options, fused: bool = False, shared: Shared | None = None) -> None:
         self.options = options
         self.fused = fused
+        self.shared = shared
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
@@ -55,7 +58,7 @@ class Partitioner:
                 cost = FusedCost(cost, AnalyticCost(cache, device))
             found = capture(joint, kwargs["num_fwd_outputs"], cost, Workspaces(cache))
             cost.save()  # the cache, with the workspaces in it
-            made, replayer = self._plan(found, device, compat.is_region(joint.graph))
+            made, replayer = self._plan(found, device, _gradients(joint, **kwargs))
         except BudgetInfeasible:
             raise
         except TorchEchoError as error:
@@ -70,19 +73,30 @@ class Partitioner:
             tag(found, made.dropped, made.rerun)
         return compat.partition(joint, inputs, tagged=True, **kwargs)
 
-    def _plan(self, found: Capture, device: torch.device, region: bool) -> tuple[Plan, Replayer]:
-        """A region is planned by itself, and knows no budget: what of it is left when others are planned is not known yet."""
+    def _plan(self, found: Capture, device: torch.device, gradients: tuple[int, int]) -> tuple[Plan, Replayer]:
+        """`gradients`: bytes of those of parameters and of other inputs. A region is planned by itself, and knows no budget: what
+        is left of it when others are planned is not known yet."""
         graph, options = found.graph, self.options
         graph.base_bytes = max(0, live_bytes(device) - graph.older_bytes)
+        replayer = Replayer(graph)
+        points, chosen, on_infeasible = None, None, options.on_infeasible
+        shared = None if found.region else self.shared
+        if shared is not None:
+            points = front(graph, replayer=replayer, nested=True)
+            chosen = shared.meet(graph, points, gradients)
+            on_infeasible = "least" if shared.among_others else on_infeasible
         made = plan(
             graph,
-            budget=None if region else options.budget_bytes(device),
+            budget=None if found.region else options.budget_bytes(device),
             max_overhead=options.max_overhead,
             policy=options.policy,
-            on_infeasible=options.on_infeasible,
+            on_infeasible=on_infeasible,
+            front=points,
+            chosen=chosen,
             nested=True,
         )
-        replayer = Replayer(graph)
+        if shared is not None:
+            shared.took(made)
         plans.append(Explanation(graph, made, replayer.replay(), footprint_of(replayer, made)))
         return made, replayer
 
@@ -92,7 +106,6 @@ def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
     input that is overwritten is kept, whatever the plan says."""
     graph = found.graph
     rerun = set(ops)
-
     for node, value in found.value_of.items():
         if node.op != "placeholder":
             source = node.args[0] if node.target is getitem else None
@@ -117,6 +130,19 @@ def _read_inputs(joint: fx.GraphModule) -> None:
             source = given.get(output.args[0][user.args[1]])
             if isinstance(source, fx.Node):
                 user.replace_all_uses_with(source)
+
+
+def _gradients(
+    joint: fx.GraphModule, num_fwd_outputs: int, static_lifetime_input_indices: Collection[int] | None = None, **_: Any
+) -> tuple[int, int]:
+    """Bytes of the gradients of parameters, and of those of other inputs."""
+    made: Any = list(joint.graph.nodes)[-1].args[0][num_fwd_outputs:]  # type: ignore[index]
+    static = set(static_lifetime_input_indices or ())
+    found = [0, 0]
+    for i, node in enumerate(made):
+        if isinstance(node, fx.Node):
+            found[i not in static] += compat.size_hint(node.meta["val"].untyped_storage().nbytes())
+    return found[0], found[1]
 
 
 def _device_of(joint: fx.GraphModule) -> torch.device:

@@ -52,7 +52,7 @@ class Member:
 
     choices: Sequence[Choice]
     left: int
-    """Bytes that backward leaves behind: the gradients of parameters."""
+    """Bytes that its backward passes leave behind: the gradients of parameters."""
 
 
 def choice_of(replayer: Replayer, point: Point) -> Choice:
