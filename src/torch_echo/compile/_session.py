@@ -130,8 +130,9 @@ class CompileSession:
             self.notes.append((type(module).__name__, "it is compiled already", ""))
             return None
         backend, reason = _backend(module)
-        if reason:
-            self.notes.append((type(module).__name__, reason, ""))
+        note = (type(module).__name__, reason, "")
+        if reason and note not in self.notes:
+            self.notes.append(note)
         self.on_event(f"compiling {type(module).__name__}")
         # A code object of its own: how often Dynamo compiles is limited for each.
         code = _root.__code__.replace(co_name=f"{type(module).__name__}_root")
@@ -158,7 +159,8 @@ class CompileSession:
         budget, least = options.budget_bytes(device), options.on_infeasible == "least"
         if self._shared.settle(live_bytes(device), budget, options.max_overhead, least):
             self._since = len(plans)
-            self._compiled.clear()
+            for again in [m for m, compiled in self._compiled.items() if compiled is not None]:
+                del self._compiled[again]
 
 
 def _backend(module: torch.nn.Module) -> tuple[str, str]:

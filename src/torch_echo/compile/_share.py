@@ -160,6 +160,7 @@ class Shared:
             step,
             note,
         )
+        self._known.clear()
         return again
 
 
