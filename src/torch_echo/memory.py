@@ -17,9 +17,8 @@ def live_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     seen: dict[int, int] = {}
-    guard = (
-        compat.no_dispatch()
-    )  # what is asked of a tensor may be an op, which modes and fake tensors of others refuse
+    # What is asked of a tensor may be an op, which modes and fake tensors of others refuse.
+    guard = compat.no_dispatch()
     for obj in gc.get_objects():
         # isinstance() would ask obj.__class__, which proxies answer with arbitrary code
         if issubclass(type(obj), torch.Tensor):

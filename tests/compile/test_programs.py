@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,9 +20,8 @@ from torch.distributed import _functional_collectives as collectives
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_echo import compat
 from torch_echo.compile import echo_eager, plans
-from torch_echo.memory import live_bytes
+from torch_echo.graph import Trait
 
 pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"), pytest.mark.filterwarnings("error:torch-echo leaves")]
 
@@ -287,9 +287,8 @@ class TestNeverTwice:
     def test_random_ops_in_regions(self) -> None:
         """PyTorch replays random numbers in whole graphs only."""
         run(Regions, echo_eager, DEEP)
-        inner = plans[0]
-        rerun = {inner.graph.ops[o].name for o in inner.plan.rerun}
-        assert rerun and not any("dropout" in name for name in rerun)
+        drawn = [op for op in plans[0].graph.ops if op.name == "aten::native_dropout"]
+        assert drawn and all(op.traits & Trait.KEEP for op in drawn)
 
     def test_collectives(self, one_process: None) -> None:
         def counted(backend: Any, options: Any = None) -> tuple[list[Tensor], int]:
@@ -377,13 +376,22 @@ class TestRegions:
             assert (ends[0] - ends[1]) / 2e-3 == pytest.approx((p.grad * direction).sum().item(), abs=0.05)
 
 
-def test_fake_tensors_of_others_take_no_memory() -> None:
-    """Such as a failed compilation leaves behind, with its exception."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class Wrong(Program):
+    """Writes to what autograd has saved."""
 
-    before = live_bytes(torch.device("cpu"))
-    with FakeTensorMode():
-        left = torch.randn(64, requires_grad=True)
-    with FakeTensorMode():
-        assert live_bytes(torch.device("cpu")) - before < left.nbytes
-    assert compat.storage_key(left) != -1
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        y[:, 0] = torch.sin(y[:, 1])
+        y.mul_(2)
+        return y.square().sum()
+
+
+def test_after_a_compilation_that_failed() -> None:
+    """It leaves fake tensors behind, with its exception, which must not be asked anything within another one."""
+    gc.disable()
+    try:
+        with pytest.raises(Exception, match="inplace operation"):
+            run(Wrong, "aot_eager")
+        check(Checkpointed)
+    finally:
+        gc.enable()

@@ -256,11 +256,9 @@ class _Walk:
         rule = rule_of(target)
         if nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
             return Trait.KEEP
-        if rule.random:
-            return (
-                Trait.KEEP if self.found.region else Trait.RANDOM
-            )  # PyTorch replays random numbers in whole graphs only
-        return Trait.NONE
+        if rule.random and self.found.region:  # PyTorch replays random numbers in whole graphs only
+            return Trait.KEEP
+        return Trait.RANDOM if rule.random else Trait.NONE
 
     def _reads(self, node: fx.Node, tick: int, forward: bool) -> list[int]:
         """Values whose storages a node uses, as a view or for their contents."""
