@@ -5,6 +5,7 @@ Written against torch 2.11 to 2.14. A name that moves is mended here and nowhere
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -619,6 +620,21 @@ def node_name(node: fx.Node) -> str:
     return op_name(target)[0] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
+def is_region(joint: fx.Graph) -> bool:
+    """Is it the joint graph of a ``torch.compiler.nested_compile_region``, which others call, instead of a graph's own?"""
+    return "desc" not in list(joint.nodes)[-1].meta
+
+
+def region_of(node: fx.Node) -> fx.Graph | None:
+    """The graph of the nested region that a node calls; its arguments begin with the third."""
+    if node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    owner: Any = node.graph.owning_module
+    name: Any = node.args[0]
+    graph: fx.Graph = getattr(owner, name.target).graph
+    return graph
+
+
 def mutated_inputs(joint: fx.Graph) -> list[fx.Node | None]:
     """For each output of a joint graph: the primal that it is copied into when forward ends, or None."""
     nodes = list(joint.nodes)
@@ -651,6 +667,11 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def is_checkpointed(node: fx.Node) -> bool:
+    """Is the node to be recomputed by the user's own wish, in a region of ``torch.utils.checkpoint``?"""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 def tag_recompute(node: fx.Node, recompute: bool) -> None:
     """Tell PyTorch's partitioner what to do with a node of the forward pass. All share one region: no borders to save at."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE
@@ -668,23 +689,34 @@ MANY_READERS = 4
 """A value with more than so many readers has a gradient of as many parts."""
 
 
-def backend_failure() -> type[Exception]:
-    """What Dynamo raises for any error of a backend; the error is its ``inner_exception``."""
-    from torch._dynamo.exc import BackendCompilerFailed
+def passing(error: Exception) -> Exception:
+    """What a backend raises to have the caller of compiled code get `error`; Dynamo wraps others in a BackendCompilerFailed."""
+    from torch._dynamo.exc import ShortenTraceback
 
-    return BackendCompilerFailed
+    class Passing(ShortenTraceback):
+        def remove_dynamo_frames(self) -> Any:  # what Dynamo raises in place of this
+            return error
+
+    return Passing(str(error), first_useful_frame=None)
 
 
 def inductor(
-    module: fx.GraphModule, inputs: Any, partitioner: Callable[..., Any], key: str, patches: dict[str, Any]
+    module: fx.GraphModule,
+    inputs: Any,
+    partitioner: Callable[..., Any],
+    key: str,
+    patches: dict[str, Any],
+    cached: bool = True,
 ) -> Callable[..., Any]:
-    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options.
+    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options. `cached`
+    False: the partitioner is called even if it was in an earlier run; kernels are still looked for.
 
     Unless they say otherwise, Inductor gives buffers back when they have been read: to hold on to one until another of its size
     is wanted costs memory, and spares next to nothing where PyTorch's allocators do the same. And where the gradients of many
     readers are summed up, each is computed when it can be and added at once, instead of all of them in one late kernel, until
     which everything lives that they are computed from.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
@@ -707,9 +739,10 @@ def inductor(
         def uuid(self) -> Any:
             return key, get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
 
-    compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-        module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
-    )
+    with contextlib.nullcontext() if cached else functorch_config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
+        )
     return compiled
 
 

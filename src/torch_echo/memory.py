@@ -17,6 +17,8 @@ def live_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     seen: dict[int, int] = {}
+    # What is asked of a tensor may be an op, which modes and fake tensors of others refuse.
+    guard = compat.no_dispatch()
     for obj in gc.get_objects():
         # isinstance() would ask obj.__class__, which proxies answer with arbitrary code
         if issubclass(type(obj), torch.Tensor):
@@ -27,4 +29,5 @@ def live_bytes(device: torch.device) -> int:
                         key != -1 and t.untyped_storage().device.type == device.type
                     ):  # fake tensors have theirs elsewhere
                         seen[key] = t.untyped_storage().nbytes()
+    del guard
     return sum(seen.values())

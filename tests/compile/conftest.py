@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torch_echo.compile import plans
+from torch_echo.compile._partition import left
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +24,8 @@ def fresh(cost_cache: None) -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     plans.clear()
+    left.clear()
     yield
     torch._dynamo.reset()
     plans.clear()
+    left.clear()

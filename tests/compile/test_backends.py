@@ -16,7 +16,7 @@ def test_the_entry_point_is_the_backend() -> None:
 
 
 def test_by_name() -> None:
-    """As ``TrainingArguments(torch_compile_backend=...)`` of transformers does."""
+    """As in ``torch.compile(model, backend="echo_eager")``."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def loss(x: torch.Tensor) -> torch.Tensor:

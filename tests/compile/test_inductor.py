@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_echo import compat
 from torch_echo.compile import plans
-from torch_echo.errors import OptionError
+from torch_echo.errors import BudgetInfeasible, OptionError
 from torch_echo.footprint import replay
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
@@ -126,10 +126,15 @@ def test_options_of_inductor_and_of_ours() -> None:
     x = torch.randn(8, WIDTH)
     step(compiled(model, max_overhead=0.1, epilogue_fusion=False), model, x)
     assert len(plans) == 1
-    with pytest.raises(Exception, match=r"options \['max_overheat'\]: must be among") as caught:
+    with pytest.raises(OptionError, match=r"options \['max_overheat'\]: must be among"):
         step(compiled(model, max_overheat=0.1), model, x)
-    causes = [caught.value, caught.value.__cause__, getattr(caught.value, "inner_exception", None)]
-    assert any(isinstance(cause, OptionError) for cause in causes)
+
+
+def test_an_infeasible_budget() -> None:
+    """Not inside an exception of Dynamo's or of Inductor's."""
+    model = Blocks(1)
+    with pytest.raises(BudgetInfeasible, match=r"1\.0 KiB"):
+        step(compiled(model, memory_budget="1KiB"), model, torch.randn(8, WIDTH))
 
 
 def test_sums_of_many_gradients_do_not_wait_for_all_their_parts() -> None:

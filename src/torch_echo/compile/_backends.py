@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,13 +12,30 @@ from torch import fx
 from torch_echo import compat
 from torch_echo._version import __version__
 from torch_echo.compile._partition import Partitioner
-from torch_echo.errors import OptionError
+from torch_echo.compile._share import Shared
+from torch_echo.errors import OptionError, TorchEchoError
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 
-__all__ = ["echo", "echo_eager"]
+__all__ = ["echo", "echo_eager", "sharing"]
+
+Backend = Callable[..., Any]
 
 
+def _errors_pass(backend: Backend) -> Backend:
+    """The errors of this package reach the caller of compiled code as they are."""
+
+    @wraps(backend)
+    def call(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return backend(module, example_inputs, **kwargs)
+        except TorchEchoError as error:
+            raise compat.passing(error) from error
+
+    return call
+
+
+@_errors_pass
 def echo(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     """Inductor, with forward and backward split by torch-echo's plan.
 
@@ -28,14 +47,23 @@ def echo(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     if kwargs:
         raise OptionError(f'{", ".join(kwargs)}: the backend "echo" takes nothing but options and a mode')
     patches, own = compat.inductor_options(mode, given)
-    options = parse(own)
+    return _inductor(module, example_inputs, parse(own), patches)
+
+
+def _inductor(
+    module: fx.GraphModule, example_inputs: Any, options: Options, patches: dict[str, Any], shared: Shared | None = None
+) -> Any:
     key = f"torch-echo {__version__} {options}"
     if options.memory_budget is not None:
         device = next((t.device for t in example_inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
         key += f" {options.budget_bytes(device)} {live_bytes(device)}"
-    return compat.inductor(module, example_inputs, Partitioner(options, fused=True), key, patches)
+    # Where graphs are planned together each has to be seen: only the code that Inductor makes is looked for in its caches then.
+    return compat.inductor(
+        module, example_inputs, Partitioner(options, True, shared), key, patches, cached=shared is None
+    )
 
 
+@_errors_pass
 def echo_eager(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     """PyTorch's own kernels, called one after the other, with forward and backward split by torch-echo's plan.
 
@@ -45,6 +73,21 @@ def echo_eager(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> An
     if kwargs:
         raise OptionError(f'{", ".join(kwargs)}: the backend "echo_eager" takes nothing but options')
     return compat.eager_kernels(Partitioner(options))(module, example_inputs)
+
+
+def sharing(options: Options, shared: Shared, *, inductor: bool) -> Backend:
+    """A backend whose graphs are planned together with the others of a step."""
+
+    @_errors_pass
+    def backend(module: fx.GraphModule, example_inputs: Any) -> Any:
+        def compile_graph() -> Any:
+            if inductor:
+                return _inductor(module, example_inputs, options, {}, shared)
+            return compat.eager_kernels(Partitioner(options, False, shared))(module, example_inputs)
+
+        return shared.noting(compile_graph)
+
+    return backend
 
 
 def parse(given: dict[str, Any] | None) -> Options:

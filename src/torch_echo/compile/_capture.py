@@ -7,7 +7,7 @@ first, what it was the last to read is gone with its second. That is how the cod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -36,6 +36,8 @@ class Capture:
     """The value that a node of the forward pass makes, or a view of which it is."""
     stale: set[fx.Node] = field(default_factory=set)
     """Nodes that read an input which the forward pass overwrites at its end: backward would find other contents."""
+    region: bool = False
+    """Is it a nested region, which other graphs call?"""
 
 
 def capture(
@@ -58,13 +60,13 @@ class _Walk:
         self.cost = cost
         self.workspaces = workspaces
         self.graph = TrainingGraph(ticks=2 * len(self.nodes))
-        self.found = Capture(self.graph)
+        self.found = Capture(self.graph, region=compat.is_region(joint.graph))
         outputs = self.nodes[-1].args[0]
         self.returned = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
         self.gradients = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
         self.boundary = compat.boundary(self.nodes)
         """Nodes from here on are backward's."""
-        self.storages: dict[int, int] = {}
+        self.storages: dict[Hashable, int] = {}
         """Graph storage of each fake storage."""
         self.of: dict[fx.Node, list[int]] = {}
         """Graph storages of a node's tensors."""
@@ -78,6 +80,8 @@ class _Walk:
         """Primals that the forward pass writes to, in the graph or when it has ended."""
         self.classes: dict[tuple[str, str], int] = {}
         self.counts: list[int] = []
+        self.paid = 0.0
+        """Seconds of the ops that are run twice anyway: a user's checkpoint says so."""
         self.fusing = cost if isinstance(cost, FusedCost) else None
 
     def run(self) -> Capture:
@@ -92,7 +96,7 @@ class _Walk:
         graph = self.graph
         begin = 2 * self.boundary
         graph.passes = [BackwardPass(begin, graph.ticks)] if begin < graph.ticks else []
-        graph.step_seconds = sum(op.seconds for op in graph.ops)
+        graph.step_seconds = sum(op.seconds for op in graph.ops) + 2 * self.paid
         if self.fusing is not None:
             made = (s for s in graph.storages if s.alloc >= 0 and s.kind is not Kind.TEMPORARY)
             graph.step_seconds += sum(self.fusing.writing(s.nbytes) for s in made if s.nbytes and not s.fused)
@@ -102,9 +106,11 @@ class _Walk:
 
     # --- storages ----------------------------------------------------------------------------------------------------
 
-    def _storage(self, tensor: torch.Tensor, kind: Kind, layer: str, alloc: int) -> tuple[int, bool]:
-        """Graph storage of a fake tensor, and whether it is new."""
-        key = compat.storage_key(tensor)
+    def _storage(
+        self, tensor: torch.Tensor, kind: Kind, layer: str, alloc: int, key: Hashable | None = None
+    ) -> tuple[int, bool]:
+        """Graph storage of a fake tensor, and whether it is new. `key`: what tells it from others, if not its own storage."""
+        key = compat.storage_key(tensor) if key is None else key
         known = self.storages.get(key) if key != -1 else None
         if known is not None:
             return known, False
@@ -114,6 +120,19 @@ class _Walk:
         if key != -1:
             self.storages[key] = number
         return number, True
+
+    def _keys(self, node: fx.Node, tensors: list[torch.Tensor]) -> list[Hashable | None]:
+        """Keys for the storages of what a node makes. Calls of one nested region have the same fake tensors: there, the region's
+        own graph tells what is an input, and what is made anew."""
+        region = compat.region_of(node)
+        if region is None:
+            return [None] * len(tensors)
+        *inside, output = region.nodes
+        for inner, outer in zip((n for n in inside if n.op == "placeholder"), node.args[2:], strict=True):
+            if isinstance(outer, fx.Node) and self.of.get(outer):
+                self.storages[node, compat.storage_key(inner.meta["val"])] = self.of[outer][0]
+        returned: Any = [n.meta["val"] for n in output.args[0] if n is not None]  # type: ignore[union-attr,misc]
+        return [(node, compat.storage_key(t)) for t in tensors_of(returned)]
 
     def _viewed(self, node: fx.Node) -> int | None:
         """The graph storage that a node makes views of. Inductor's passes make fake tensors anew, which share nothing then."""
@@ -157,10 +176,10 @@ class _Walk:
         made: list[int] = []
         here: list[int] = []
         viewed = self._viewed(node)
-        for t in tensors:
+        for t, key in zip(tensors, self._keys(node, tensors), strict=True):
             s, new = viewed, False
             if s is None:
-                s, new = self._storage(t, Kind.FEATURE_MAP if forward else Kind.GRADIENT, layer, start)
+                s, new = self._storage(t, Kind.FEATURE_MAP if forward else Kind.GRADIENT, layer, start, key)
             here.append(s)
             self.last_read[s] = end
             if new:
@@ -175,6 +194,8 @@ class _Walk:
         if forward and made:
             op = self._op(node, layer, Phase.FORWARD, start, end, reads)
             op.traits |= self._traits(node, tensors)
+            if compat.is_checkpointed(node):
+                self.paid, op.seconds = self.paid + op.seconds, 0.0
             if op.traits & Trait.RANDOM:
                 if tensors[0].device.type == "cuda":
                     self.graph.rng_state_bytes = 0  # seed and offset
@@ -235,6 +256,8 @@ class _Walk:
         rule = rule_of(target)
         if nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
             return Trait.KEEP
+        if rule.random and self.found.region:  # PyTorch replays random numbers in whole graphs only
+            return Trait.KEEP
         return Trait.RANDOM if rule.random else Trait.NONE
 
     def _reads(self, node: fx.Node, tick: int, forward: bool) -> list[int]:
@@ -254,7 +277,10 @@ class _Walk:
     def _lifetimes(self) -> None:
         graph = self.graph
         outlive: set[int] = set()
-        for node, mutated in zip(self.returned, compat.mutated_inputs(self.nodes[-1].graph), strict=False):
+        mutated_inputs = (
+            [None] * len(self.returned) if self.found.region else compat.mutated_inputs(self.nodes[-1].graph)
+        )
+        for node, mutated in zip(self.returned, mutated_inputs, strict=False):
             for s in self.of.get(node, ()):
                 if mutated is None:
                     outlive.add(s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from torch_echo.compile._capture import Capture, capture, is_alias
 from torch_echo.compile._clone import clone
 from torch_echo.compile._fusion import FusedCost
 from torch_echo.compile._head import find, split
+from torch_echo.compile._share import Shared
 from torch_echo.cost import AnalyticCost, CostCache, CostModel, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
 from torch_echo.footprint import Replayer
 from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
 from torch_echo.options import OnInfeasible, Options
-from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Plan, footprint_of, plan
+from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Front, Plan, Point, footprint_of, front, plan
 from torch_echo.report.explanation import Explanation
 
 __all__ = ["Partitioner", "left", "plans", "tag"]
@@ -48,21 +50,25 @@ _SMALLER, _FASTER = 0.02, 0.005
 
 
 class Partitioner:
-    """Called by AOTAutograd with each joint graph. `options` as for the tape. `fused`: the parts are for Inductor."""
+    """Called by AOTAutograd with each joint graph. `options` as for the tape. `fused`: the parts are for Inductor. `shared`: the
+    other graphs of a step, if they are planned together."""
 
-    def __init__(self, options: Options, fused: bool = False) -> None:
+    def __init__(self, options: Options, fused: bool = False, shared: Shared | None = None) -> None:
         self.options = options
         self.fused = fused
+        self.shared = shared
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
+            _read_inputs(joint)
             joint.graph.eliminate_dead_code()
             device = _device_of(joint)
             cache = CostCache(device_key(device))
             cost = get_cost_model(self.options.cost, device, cache)
             if self.fused:
                 cost = FusedCost(cost, AnalyticCost(cache, device))
-            chosen = _Planner(self.options, device, cost, Workspaces(cache), kwargs["num_fwd_outputs"]).run(joint)
+            planner = _Planner(self.options, device, cost, Workspaces(cache), self.shared, kwargs["num_fwd_outputs"])
+            chosen = planner.run(joint, _gradients(joint, **kwargs))
             cost.save()  # the cache, with the workspaces in it
         except BudgetInfeasible:
             raise
@@ -105,35 +111,64 @@ class _Planner:
     """Plans a joint graph, and where the options allow it the same graph with its loss head in parts; takes the better one."""
 
     def __init__(
-        self, options: Options, device: torch.device, cost: CostModel, workspaces: Workspaces, num_fwd_outputs: int
+        self,
+        options: Options,
+        device: torch.device,
+        cost: CostModel,
+        workspaces: Workspaces,
+        shared: Shared | None,
+        num_fwd_outputs: int,
     ) -> None:
         self.options, self.cost, self.workspaces = options, cost, workspaces
+        self.shared = shared if options.policy == "echo" else None
         self.num_fwd_outputs = num_fwd_outputs
         self.budget = options.budget_bytes(device)
         self.live = live_bytes(device)
 
-    def run(self, joint: fx.GraphModule) -> _Planned:
-        best = first = self._as_it_is(joint)
-        head = find(joint, self.num_fwd_outputs) if self.options.reorder else None
+    def run(self, joint: fx.GraphModule, gradients: tuple[int, int]) -> _Planned:
+        """`gradients`: bytes of those of parameters and of other inputs."""
+        found = self._capture(joint)
+        if (
+            found.region
+        ):  # planned by itself, without a budget: what is left of it when others are planned is not known yet
+            self.budget, self.shared = None, None
+        first = self._among_others(joint, found, gradients) if self.shared else None
+        best = first = first or self._as_it_is(joint, found)
+        parted = self.options.reorder and not found.region and (self.shared is None or not self.shared.chosen)
+        head = find(joint, self.num_fwd_outputs) if parted else None
         if head is not None and _nbytes(head.logits) >= _WORTH * first.plan.peak:
             for parts in (n for n in _PARTS if n <= head.units):
                 divided = split(joint, head, parts)
-                found = None if divided is None else self._divided(divided, first, parts)
-                if found is not None and self._better(found.plan, best.plan):
-                    best = found
+                one = None if divided is None else self._divided(divided, first, parts)
+                if one is not None and self._better(one.plan, best.plan):
+                    best = one
                 elif best is not first:
                     break
-        if self.budget is not None and best.plan.peak > self.budget and self.options.on_infeasible == "raise":
+        among_others = self.shared is not None and (self.shared.among_others or bool(self.shared.chosen))
+        infeasible = self.budget is not None and best.plan.peak > self.budget
+        if infeasible and self.options.on_infeasible == "raise" and not among_others:
             self._plan(best.found.graph, self.options.max_overhead, "raise")
+        if self.shared is not None and best is not first:
+            self.shared.leave()
         return best
 
-    def _as_it_is(self, joint: fx.GraphModule) -> _Planned:
-        found = self._capture(joint)
-        made = self._plan(found.graph, self.options.max_overhead, "least" if self.options.reorder else None)
+    def _as_it_is(self, joint: fx.GraphModule, found: Capture) -> _Planned:
+        return self._planned(joint, found, self._plan(found.graph, self.options.max_overhead, "least"))
+
+    def _among_others(self, joint: fx.GraphModule, found: Capture, gradients: tuple[int, int]) -> _Planned:
+        """A graph as it is, with the plan that was chosen for it among the others of a step, or the first to offer them."""
+        assert self.shared is not None
+        points = front(found.graph, nested=True)
+        chosen = self.shared.meet(found.graph, points, gradients)
+        made = self._plan(found.graph, self.options.max_overhead, "least", points, chosen)
+        self.shared.took(made)
+        return self._planned(joint, found, made)
+
+    @staticmethod
+    def _planned(joint: fx.GraphModule, found: Capture, made: Plan) -> _Planned:
         replayer = Replayer(found.graph)
-        return _Planned(
-            joint, found, replayer, Explanation(found.graph, made, replayer.replay(), footprint_of(replayer, made))
-        )
+        explanation = Explanation(found.graph, made, replayer.replay(), footprint_of(replayer, made))
+        return _Planned(joint, found, replayer, explanation)
 
     def _divided(self, joint: fx.GraphModule, first: _Planned, parts: int) -> _Planned | None:
         """A graph with its head in parts, planned to take no longer in all than what is asked for; None if it does anyway."""
@@ -162,13 +197,22 @@ class _Planner:
         found.graph.base_bytes = max(0, self.live - found.graph.older_bytes)
         return found
 
-    def _plan(self, graph: TrainingGraph, max_overhead: float | None, on_infeasible: OnInfeasible | None) -> Plan:
+    def _plan(
+        self,
+        graph: TrainingGraph,
+        max_overhead: float | None,
+        on_infeasible: OnInfeasible,
+        points: Front | None = None,
+        chosen: Point | None = None,
+    ) -> Plan:
         return plan(
             graph,
             budget=self.budget,
             max_overhead=max_overhead,
             policy=self.options.policy,
-            on_infeasible=on_infeasible or self.options.on_infeasible,
+            on_infeasible=on_infeasible,
+            front=points,
+            chosen=chosen,
             nested=True,
         )
 
@@ -187,8 +231,10 @@ def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
     rerun = set(ops)
     for node, value in found.value_of.items():
         if node.op != "placeholder":
+            source = node.args[0] if node.target is getitem else None
+            made_again = found.op_of.get(source, -1) in rerun or source not in found.op_of  # type: ignore[arg-type]
             again = value in dropped or graph.values[value].producer < 0 or is_alias(node)
-            compat.tag_recompute(node, again and node not in found.stale)
+            compat.tag_recompute(node, again and made_again and node not in found.stale)
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs
             compat.tag_recompute(node, op in rerun)
@@ -197,6 +243,34 @@ def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
 def _nbytes(node: fx.Node) -> int:
     value: torch.Tensor = node.meta["val"]
     return value.untyped_storage().nbytes()
+
+
+def _read_inputs(joint: fx.GraphModule) -> None:
+    """Have what reads an input of a nested region, which the region hands back for backward, read the input itself: it can be
+    dropped then."""
+    for node in joint.graph.nodes:
+        region = compat.region_of(node)
+        if region is None:
+            continue
+        *inside, output = region.nodes
+        given = dict(zip((n for n in inside if n.op == "placeholder"), node.args[2:], strict=True))
+        for user in list(node.users):
+            source = given.get(output.args[0][user.args[1]])
+            if isinstance(source, fx.Node):
+                user.replace_all_uses_with(source)
+
+
+def _gradients(
+    joint: fx.GraphModule, num_fwd_outputs: int, static_lifetime_input_indices: Collection[int] | None = None, **_: Any
+) -> tuple[int, int]:
+    """Bytes of the gradients of parameters, and of those of other inputs."""
+    made: Any = list(joint.graph.nodes)[-1].args[0][num_fwd_outputs:]  # type: ignore[index]
+    static = set(static_lifetime_input_indices or ())
+    found = [0, 0]
+    for i, node in enumerate(made):
+        if isinstance(node, fx.Node):
+            found[i not in static] += compat.size_hint(node.meta["val"].untyped_storage().nbytes())
+    return found[0], found[1]
 
 
 def _device_of(joint: fx.GraphModule) -> torch.device:

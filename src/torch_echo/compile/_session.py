@@ -3,6 +3,9 @@
 A root is a module that is called for training from outside of any other. Its calls go to a compiled function beside it; the module
 itself, its class, state and pickle are as ever. Evaluation, and what is compiled already, are left alone. The script's own code
 between a root's call and ``backward`` is not compiled.
+
+A step may have several graphs, of several roots or between graph breaks. When the second step begins all are known, as is what the
+optimizer keeps: they are planned together then, and compiled once more if that is worth it.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from torch_echo import compat
+from torch_echo.compile._backends import sharing
 from torch_echo.compile._partition import left, plans
-from torch_echo.errors import TorchEchoError
+from torch_echo.compile._share import Shared
 from torch_echo.graph import TrainingGraph
+from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.report.summary import Summary, rebuilt_by_layer
 
@@ -53,6 +59,9 @@ class CompileSession:
             weakref.WeakKeyDictionary()
         )
         self._first: weakref.ref[torch.nn.Module] | None = None
+        self._shared = Shared()
+        self._since = 0
+        """The first of `plans` that is in force."""
         self._local = _Local()
         self._undo: list[Callable[[], None]] = []
 
@@ -72,6 +81,7 @@ class CompileSession:
 
         compat.set_module_call(call)
         self._undo.append(lambda: compat.set_module_call(original))
+        self._undo.append(compat.wrap_backward(self._backward))
 
     def close(self) -> None:
         """Stop; what is compiled is not used any more."""
@@ -79,21 +89,31 @@ class CompileSession:
             self._undo.pop()()
 
     def summary(self) -> Summary:
-        """What was done; peaks are those of the largest graph, times the sum over all."""
+        """What was done; for the whole step where its graphs were planned together, else the largest graph's peak and the sum of
+        all times."""
         s = Summary(steps=self.steps, unhandled=[*self.notes, *(("graph", reason, "") for reason in left)])
-        if plans:
-            largest = max(plans, key=lambda e: e.plan.base_peak).plan
+        made = plans[self._since :]
+        if made:
+            largest = max(made, key=lambda e: e.plan.base_peak).plan
             s.eager_peak, s.predicted_peak = largest.base_peak, largest.peak
-            s.extra_seconds = sum(e.plan.extra_seconds for e in plans)
-            s.step_seconds = sum(e.plan.step_seconds for e in plans)
-            s.compiled_graphs = len(plans)
-            s.rebuilt = rebuilt_by_layer([(e.graph, e.plan.dropped) for e in plans])
+            s.extra_seconds = sum(e.plan.extra_seconds for e in made)
+            s.step_seconds = sum(e.plan.step_seconds for e in made)
+            s.compiled_graphs = len(made)
+            s.rebuilt = rebuilt_by_layer([(e.graph, e.plan.dropped) for e in made])
+        step = self._shared.result
+        if step is not None:
+            s.planned_together = True
+            s.eager_peak, s.predicted_peak = step.base_peak, step.peak
+            s.extra_seconds, s.step_seconds = step.extra_seconds, step.step_seconds
+            s.plan_notes += [step.note] if step.note else []
         return s
 
     def _call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
         if local.inside or not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
             return original(module, *args, **kwargs)
+        if self._shared.ready and not left and self._first is not None and self._first() is module:
+            self._settle(module)
         if module not in self._compiled:
             self._first = self._first or weakref.ref(module)
             self._compiled[module] = self._compile(module)
@@ -102,11 +122,6 @@ class CompileSession:
         local.inside = True
         try:
             return original(module, *args, **kwargs) if compiled is None else compiled(module, args, kwargs)
-        except compat.backend_failure() as error:
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, TorchEchoError):
-                raise inner from None
-            raise
         finally:
             local.inside = False
 
@@ -115,15 +130,37 @@ class CompileSession:
             self.notes.append((type(module).__name__, "it is compiled already", ""))
             return None
         backend, reason = _backend(module)
-        if reason:
-            self.notes.append((type(module).__name__, reason, ""))
+        note = (type(module).__name__, reason, "")
+        if reason and note not in self.notes:
+            self.notes.append(note)
         self.on_event(f"compiling {type(module).__name__}")
         # A code object of its own: how often Dynamo compiles is limited for each.
         code = _root.__code__.replace(co_name=f"{type(module).__name__}_root")
-        given = {k: getattr(self.options, k) for k in Options.__dataclass_fields__}
         function = types.FunctionType(code, _root.__globals__)
-        compiled: Callable[..., Any] = torch.compile(function, backend=backend, options=given)
+        if self.options.policy == "echo":
+            given: dict[str, Any] = {"backend": sharing(self.options, self._shared, inductor=backend == "echo")}
+        else:
+            given = {"backend": backend, "options": asdict(self.options)}
+        compiled: Callable[..., Any] = torch.compile(function, **given)
         return compiled
+
+    def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not self._local.inside:  # compiling traces a backward pass too
+                self._shared.end()
+            return run(*args, **kwargs)
+
+        return backward
+
+    def _settle(self, module: torch.nn.Module) -> None:
+        """A second step begins: plan the graphs of the first together."""
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        options = self.options
+        budget, least = options.budget_bytes(device), options.on_infeasible == "least"
+        if self._shared.settle(live_bytes(device), budget, options.max_overhead, least):
+            self._since = len(plans)
+            for again in [m for m, compiled in self._compiled.items() if compiled is not None]:
+                del self._compiled[again]
 
 
 def _backend(module: torch.nn.Module) -> tuple[str, str]:

@@ -34,7 +34,7 @@ from torch_echo.footprint import Replayer
 from torch_echo.graph import Fused, TrainingGraph, Trait
 from torch_echo.planning._cut import MinCut
 
-__all__ = ["Bound", "bound"]
+__all__ = ["Bound", "bound", "silence"]
 
 TIME_LIMIT = 60.0
 
@@ -61,7 +61,7 @@ def bound(graph: TrainingGraph, budget: int, *, time_limit: float = TIME_LIMIT) 
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """HiGHS prints its name, whatever it is told: it goes nowhere instead of into a program's output."""
     sys.stdout.flush()
     before = os.dup(1)
@@ -218,7 +218,7 @@ class _Program:
         if not self.feasible:
             return Bound(math.inf, True)
         self.solver.SetTimeLimit(int(1000 * time_limit))
-        with _silence():
+        with silence():
             status = self.solver.Solve()
         if status == pywraplp.Solver.INFEASIBLE:
             return Bound(math.inf, True)
@@ -226,6 +226,6 @@ class _Program:
 
     def relaxation(self) -> Bound:
         """What the linear relaxation says."""
-        with _silence():
+        with silence():
             status = self.solver.Solve()
         return Bound(self.solver.Objective().Value() if status == pywraplp.Solver.OPTIMAL else 0.0, False)

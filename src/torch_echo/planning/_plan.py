@@ -68,6 +68,7 @@ def plan(
     on_infeasible: Literal["raise", "least"] = "raise",
     fixed_seconds: Callable[[frozenset[int]], float] | None = None,
     front: Front | None = None,
+    chosen: Point | None = None,
     nested: bool = False,
 ) -> Plan:
     """Plan a graph.
@@ -75,7 +76,8 @@ def plan(
     `budget`: bytes that the replayed peak may reach; the fastest plan that fits is taken. `max_overhead`: fraction of
     the step's time that re-running may cost; the plan with the least peak is taken. With neither: an overhead of 0.05.
     `fixed_seconds`: see :func:`torch_echo.planning.front`. `front`: one that was made for this graph before, to choose
-    from. `nested`: the engine can rebuild values more than once.
+    from. `chosen`: the point of it to take; who names it knows of more than this graph, and minds the budget.
+    `nested`: the engine can rebuild values more than once.
 
     Raises BudgetInfeasible if no plan fits and `on_infeasible` is "raise"; with "least" the plan with the least peak is
     taken.
@@ -95,7 +97,7 @@ def plan(
         if front is None:
             front = Search(prices, fixed_seconds).run(nested)
         floor = front.least.peak
-        point, fits = _choose(front, graph, budget, max_overhead)
+        point, fits = (chosen, True) if chosen is not None else _choose(front, graph, budget, max_overhead)
         notes.append(
             f"exact: each candidate is a minimum cut at its prices, or put together from such; "
             f"searched: the prices ({front.candidates} candidates replayed, {len(front.points)} on the front)"

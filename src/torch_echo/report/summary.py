@@ -34,6 +34,8 @@ class Summary:
     """(what, why, where) was left to plain PyTorch; `where` is "file:line", or "" where no line is to blame."""
     compiled_graphs: int = 0
     """How many graphs of ``torch.compile`` were planned; 0 with the tape. Peaks are then the largest graph's."""
+    planned_together: bool = False
+    """Were they planned together? Peaks are then the whole step's."""
     plan_notes: list[str] = field(default_factory=list)
     """Remarks of the planner, one line each."""
 

@@ -107,7 +107,8 @@ def _peak_rows(s: Summary) -> list[tuple[str, RenderableType]]:
         text = Text.assemble((format_bytes(s.predicted_peak), "bold green"), " planned")
         text.append(f", instead of {format_bytes(s.eager_peak)}: {s.predicted_peak / s.eager_peak:.2f}x")
         graphs = _count(s.compiled_graphs, "compiled graph")
-        return [("peak memory", text), ("", Text(f"of the largest of {graphs}; replayed, not measured", "dim"))]
+        whose = f"of a step of {graphs}" if s.planned_together else f"of the largest of {graphs}"
+        return [("peak memory", text), ("", Text(f"{whose}; replayed, not measured", "dim"))]
     if s.measured_peak is None:
         text = Text("not measured: no step ran to its end under a plan")
         if s.eager_peak is not None and s.predicted_peak is not None:
