@@ -5,12 +5,13 @@ Written against torch 2.11 to 2.14. A name that moves is mended here and nowhere
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,25 @@ class below_autograd:
     def __exit__(self, *error: object) -> None:
         self._guard.__exit__(*error)
         torch._C._set_grad_enabled(self._grad)
+
+
+def _autograd_keys() -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in ("Other", "CPU", "CUDA", "Functionality"):
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{name}"))
+    return keys
+
+
+_AUTOGRAD = _autograd_keys()
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """Within a kernel: record what runs for a backward pass, as outside of it."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad():
+        yield
 
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
@@ -635,6 +655,38 @@ def backend_failure() -> type[Exception]:
     from torch._dynamo.exc import BackendCompilerFailed
 
     return BackendCompilerFailed
+
+
+def substitute(functions: Mapping[Any, Callable[..., Any]], backends: Collection[Any]) -> None:
+    """Where one of `backends` compiles, have Dynamo trace other functions in place of those of PyTorch's that are the keys, and take in
+    ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, which it refuses otherwise. For other backends nothing changes.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def ours(tx: Any) -> bool:
+        backend: Any = innermost_backend(tx.output.compiler_fn)
+        return getattr(backend, "compiler_fn", backend) in backends  # as torch.compile wraps it, or as it is
+
+    wrap_module, call_function = VariableBuilder.wrap_module, TorchInGraphFunctionVariable.call_function
+
+    @functools.wraps(wrap_module)
+    def wrap(self: Any, value: Any) -> Any:
+        allowed = config.allow_rnn or (isinstance(value, torch.nn.RNNBase) and ours(self.tx))
+        with config.patch(allow_rnn=allowed):
+            return wrap_module(self, value)
+
+    @functools.wraps(call_function)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value in functions and not kwargs and ours(tx):
+            return UserFunctionVariable(functions[self.value]).call_function(tx, args, kwargs)
+        return call_function(self, tx, args, kwargs)
+
+    VariableBuilder.wrap_module = wrap  # type: ignore[method-assign]
+    TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
 
 
 def inductor(

@@ -13,6 +13,7 @@ from torch_echo.compile._partition import Partitioner
 from torch_echo.errors import OptionError
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
+from torch_echo.recurrent import SUBSTITUTES
 
 __all__ = ["echo", "echo_eager"]
 
@@ -54,3 +55,6 @@ def parse(given: dict[str, Any] | None) -> Options:
     if unknown:
         raise OptionError(f"options {sorted(unknown)}: must be among {sorted(known)}")
     return Options(**(given or {}))
+
+
+compat.substitute(SUBSTITUTES, (echo, echo_eager))

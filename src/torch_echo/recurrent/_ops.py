@@ -1,0 +1,203 @@
+"""The ops: a layer forward and backward.
+
+``torch_echo::lstm_layer`` is one direction of an LSTM layer by oneDNN, as eager PyTorch runs it on a CPU; its *reserve* is oneDNN's
+workspace, which a planner may keep, or drop and have rebuilt by running the layer again.
+
+``torch_echo::rnn_layer`` is a layer, all its directions, of what eager PyTorch runs step by step: GRU, RNN, an LSTM with projections,
+in float64, or on a packed sequence. It leaves nothing to its backward pass, which runs the layer again under autograd: one layer's
+steps are in memory at a time.
+
+Both call what eager PyTorch calls, in the same order: results and gradients are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_echo import compat
+from torch_echo.recurrent._onednn import workspace_bytes
+
+__all__ = ["lstm_layer", "rnn_layer"]
+
+aten = torch.ops.aten
+
+_LSTM = 2
+"""oneDNN's number for it."""
+
+
+def _biases(w_hh: Tensor, bias: Sequence[Tensor]) -> Sequence[Tensor]:
+    return bias or [w_hh.new_zeros(w_hh.shape[0])] * 2
+
+
+@torch.library.custom_op("torch_echo::lstm_layer", mutates_args=())
+def lstm_layer(
+    x: Tensor, hx: Tensor, cx: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Sequence[Tensor], reverse: bool, train: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(outputs, last hidden state, last cell state, reserve), for inputs [time, batch, features]. `bias`: two or none.
+    Without `train` the reserve is empty."""
+    b_ih, b_hh = _biases(w_hh, bias)
+    with torch.set_grad_enabled(train):  # oneDNN asks
+        *made, reserve = aten.mkldnn_rnn_layer(
+            x, w_ih, w_hh, b_ih, b_hh, hx, cx, reverse, [], _LSTM, w_hh.shape[1], 1, bool(bias), False, False, train
+        )
+    return made[0], made[1], made[2], reserve if train else _empty(x)
+
+
+@lstm_layer.register_fake
+def _(
+    x: Tensor, hx: Tensor, cx: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Sequence[Tensor], reverse: bool, train: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    steps, batch, inputs = x.shape
+    hidden = w_hh.shape[1]
+    nbytes = workspace_bytes(steps, batch, inputs, hidden, x.dtype.itemsize) if train else 0
+    reserve = x.new_empty(nbytes, dtype=torch.uint8)
+    return x.new_empty(steps, batch, hidden), x.new_empty(batch, hidden), x.new_empty(batch, hidden), reserve
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.uint8)
+
+
+@torch.library.custom_op("torch_echo::lstm_layer_backward", mutates_args=())
+def lstm_layer_backward(
+    grad_y: Tensor | None,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    x: Tensor,
+    hx: Tensor,
+    cx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    bias: Sequence[Tensor],
+    y: Tensor,
+    hy: Tensor,
+    cy: Tensor,
+    reserve: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, hx, cx, w_ih, w_hh and either bias."""
+    b_ih, b_hh = _biases(w_hh, bias)
+    gx, gw_ih, gw_hh, gb, _, ghx, gcx = aten.mkldnn_rnn_layer_backward(
+        x, w_ih, w_hh, b_ih, b_hh, hx, cx, y, hy, cy, grad_y, grad_hy, grad_cy, reverse, _LSTM, w_hh.shape[1], 1,
+        bool(bias), True, False, [], False, reserve,
+    )  # fmt: skip
+    return gx, ghx, gcx, gw_ih, gw_hh, gb
+
+
+@lstm_layer_backward.register_fake
+def _(
+    grad_y: Any, grad_hy: Any, grad_cy: Any, x: Tensor, hx: Tensor, cx: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    like = [t.new_empty(t.shape) for t in (x, hx, cx, w_ih, w_hh)]
+    return like[0], like[1], like[2], like[3], like[4], w_hh.new_empty(w_hh.shape[0])
+
+
+def _save_lstm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, hx, cx, w_ih, w_hh, bias, reverse, _ = inputs
+    ctx.save_for_backward(x, hx, cx, w_ih, w_hh, *bias, *output)
+    ctx.reverse = reverse
+    ctx.set_materialize_grads(False)
+
+
+def _lstm_gradients(ctx: Any, grad_y: Any, grad_hy: Any, grad_cy: Any, _: Any) -> tuple[Any, ...]:
+    x, hx, cx, w_ih, w_hh, *bias, y, hy, cy, reserve = ctx.saved_tensors
+    gx, ghx, gcx, gw_ih, gw_hh, gb = lstm_layer_backward(
+        grad_y, grad_hy, grad_cy, x, hx, cx, w_ih, w_hh, bias, y, hy, cy, reserve, ctx.reverse
+    )
+    return gx, ghx, gcx, gw_ih, gw_hh, [gb] * len(bias), None, None
+
+
+lstm_layer.register_autograd(_lstm_gradients, setup_context=_save_lstm)
+
+_FUNCTIONS: dict[str, Any] = {"LSTM": aten.lstm, "GRU": aten.gru, "RNN_TANH": aten.rnn_tanh, "RNN_RELU": aten.rnn_relu}
+
+
+def _run(
+    mode: str, x: Tensor, batch_sizes: Tensor | None, hidden: Sequence[Tensor], weights: Sequence[Tensor],
+    biases: bool, bidirectional: bool,
+) -> tuple[Tensor, ...]:
+    """One layer, by eager PyTorch."""
+    function = _FUNCTIONS[mode]
+    state = list(hidden) if mode == "LSTM" else hidden[0]
+    options = (list(weights), biases, 1, 0.0, False, bidirectional)
+    if batch_sizes is not None:
+        return tuple(function.data(x, batch_sizes, state, *options))
+    return tuple(function.input(x, state, *options, False))
+
+
+@torch.library.custom_op("torch_echo::rnn_layer", mutates_args=())
+def rnn_layer(
+    mode: str, x: Tensor, batch_sizes: Tensor | None, hidden: Sequence[Tensor], weights: Sequence[Tensor],
+    biases: bool, bidirectional: bool,
+) -> list[Tensor]:
+    """[outputs, last hidden states, and cell states for an LSTM], for inputs [time, batch, features], or those of a packed sequence
+    with its `batch_sizes`; states [directions, batch, features]. `mode` as in ``nn.RNNBase``."""
+    with torch.enable_grad():  # kernels ask
+        return list(_run(mode, x, batch_sizes, hidden, weights, biases, bidirectional))
+
+
+@rnn_layer.register_fake
+def _(
+    mode: str, x: Tensor, batch_sizes: Tensor | None, hidden: Sequence[Tensor], weights: Sequence[Tensor],
+    biases: bool, bidirectional: bool,
+) -> list[Tensor]:
+    features = hidden[0].shape[2] * (1 + bidirectional)
+    return [x.new_empty(*x.shape[:-1], features), *(h.new_empty(h.shape) for h in hidden)]
+
+
+@torch.library.custom_op("torch_echo::rnn_layer_backward", mutates_args=())
+def rnn_layer_backward(
+    grads: Sequence[Tensor | None],
+    mode: str,
+    x: Tensor,
+    batch_sizes: Tensor | None,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    bidirectional: bool,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of x, of hidden and of weights, in this order: of those that are `needed`."""
+    n = len(hidden)
+    with compat.above_autograd():
+        leaves = [t.detach().requires_grad_(need) for t, need in zip((x, *hidden, *weights), needed, strict=True)]
+        outputs = _run(mode, leaves[0], batch_sizes, leaves[1 : n + 1], leaves[n + 1 :], biases, bidirectional)
+        wanted = [t for t in leaves if t.requires_grad]
+        given = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None]
+        ends, directions = zip(*given, strict=True)
+        found = torch.autograd.grad(ends, wanted, directions, allow_unused=True)
+    del leaves, outputs
+    return [torch.zeros_like(t) if g is None else g.contiguous() for t, g in zip(wanted, found, strict=True)]
+
+
+@rnn_layer_backward.register_fake
+def _(
+    grads: Any, mode: str, x: Tensor, batch_sizes: Any, hidden: Sequence[Tensor], weights: Sequence[Tensor],
+    biases: bool, bidirectional: bool, needed: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    return [t.new_empty(t.shape) for t, need in zip((x, *hidden, *weights), needed, strict=True) if need]
+
+
+def _save_rnn(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    mode, x, batch_sizes, hidden, weights, *layout = inputs
+    ctx.save_for_backward(x, *hidden, *weights, *(() if batch_sizes is None else (batch_sizes,)))
+    ctx.given = mode, len(hidden), len(weights), layout
+    ctx.set_materialize_grads(False)
+
+
+def _rnn_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    mode, states, count, layout = ctx.given
+    x, *rest = ctx.saved_tensors
+    hidden, weights, batch_sizes = rest[:states], rest[states : states + count], (*rest[states + count :], None)[0]
+    _, need_x, _, need_hidden, need_weights, *_ = ctx.needs_input_grad
+    needed = [need_x, *need_hidden, *need_weights]
+    made = iter(rnn_layer_backward(grads, mode, x, batch_sizes, hidden, weights, *layout, needed))
+    found = [next(made) if need else None for need in needed]
+    return None, found[0], None, found[1 : states + 1], found[states + 1 :], None, None
+
+
+rnn_layer.register_autograd(_rnn_gradients, setup_context=_save_rnn)
