@@ -24,6 +24,9 @@ from torch_echo.rules import nondeterministic_on, rule_of
 
 __all__ = ["Capture", "capture", "tensors_of"]
 
+_RERUN = ("aten", "torch_echo")
+"""Namespaces of ops that may be re-run."""
+
 
 @dataclass
 class Capture:
@@ -230,10 +233,10 @@ class _Walk:
 
     def _traits(self, node: fx.Node, tensors: list[torch.Tensor]) -> Trait:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return Trait.KEEP
         rule = rule_of(target)
-        if nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
+        if target.namespace not in _RERUN or nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
             return Trait.KEEP
         return Trait.RANDOM if rule.random else Trait.NONE
 

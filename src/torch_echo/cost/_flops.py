@@ -191,6 +191,10 @@ def _rnn_layer(x: Any, w_input: Any, w_hidden: Any, *_: Any) -> float:
     return float(2 * math.prod(x[:-1]) * (math.prod(w_input) + math.prod(w_hidden)))
 
 
+def _rnn_layers(x: Any, weights: Any) -> float:
+    return 2.0 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) > 1)
+
+
 _FORMULAS: dict[str, Callable[..., float]] = {
     "linear": lambda x, w, *_: 2.0 * math.prod(x) * w[0],
     "mkldnn_linear": lambda x, w, *_: 2.0 * math.prod(x) * w[0],
@@ -203,4 +207,8 @@ _FORMULAS: dict[str, Callable[..., float]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "mkldnn_rnn_layer": _rnn_layer,
     "mkldnn_rnn_layer_backward": lambda x, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
+    "torch_echo.lstm_layer.default": lambda x, _h, _c, w1, w2, *_: _rnn_layer(x, w1, w2),
+    "torch_echo.lstm_layer_backward.default": lambda _y, _hy, _cy, x, _h, _c, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
+    "torch_echo.rnn_layer.default": lambda _m, x, _b, _h, weights, *_: _rnn_layers(x, weights),
+    "torch_echo.rnn_layer_backward.default": lambda _g, _m, x, _b, _h, weights, *_: 3.0 * _rnn_layers(x, weights),
 }

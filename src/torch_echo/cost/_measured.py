@@ -48,7 +48,7 @@ _SLACK = 1 << 18
 _MMAP_THRESHOLD_MAX = 31 << 20
 """Largest block that glibc's allocator may come to serve from its heap instead of from fresh pages."""
 
-_SAFE_NAMESPACES = frozenset(["aten", "prims", "torchvision", "mkldnn", "mkl", "quantized"])
+_SAFE_NAMESPACES = frozenset(["aten", "prims", "torchvision", "mkldnn", "mkl", "quantized", "torch_echo"])
 """Ops that may be run on made-up data. A collective would wait for other processes; a user's op may do anything."""
 
 
