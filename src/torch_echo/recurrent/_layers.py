@@ -24,7 +24,8 @@ def _lstm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         return _step_by_step("LSTM", x, batch_sizes, hidden, weights, *options, False)
     hidden, weights, *options = args
     projected = hidden[0].shape[-1] != hidden[1].shape[-1]
-    if projected or not _onednn.usable(x.dtype) or x.numel() == 0:
+    usable = [_onednn.usable(x.dtype, w.shape[1], w.shape[0] // 4) for w in weights if w.dim() > 1]
+    if projected or not all(usable) or x.numel() == 0:
         return _step_by_step("LSTM", x, None, hidden, weights, *options)
     return _by_onednn(x, hidden, weights, *options)
 

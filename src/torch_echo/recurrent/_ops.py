@@ -1,7 +1,7 @@
 """The ops: a layer forward and backward.
 
-``torch_echo::lstm_layer`` is one direction of an LSTM layer by oneDNN, as eager PyTorch runs it on a CPU; its *reserve* is oneDNN's
-workspace, which a planner may keep, or drop and have rebuilt by running the layer again.
+``torch_echo::lstm_layer`` is one direction of an LSTM layer by oneDNN, as eager PyTorch runs it on a CPU; its *reserve* is what the
+backward pass reads of oneDNN's workspace. A planner may keep it, or drop it and have it rebuilt by running the layer again.
 
 ``torch_echo::rnn_layer`` is a layer, all its directions, of what eager PyTorch runs step by step: GRU, RNN, an LSTM with projections,
 in float64, or on a packed sequence. It leaves nothing to its backward pass, which runs the layer again under autograd: one layer's
@@ -19,19 +19,11 @@ import torch
 from torch import Tensor
 
 from torch_echo import compat
-from torch_echo.recurrent._onednn import workspace_bytes
+from torch_echo.recurrent import _onednn
 
 __all__ = ["lstm_layer", "rnn_layer"]
 
 aten = torch.ops.aten
-
-_LSTM = 2
-"""oneDNN's number for it."""
-
-
-def _biases(w_hh: Tensor, bias: Sequence[Tensor]) -> Sequence[Tensor]:
-    return bias or [w_hh.new_zeros(w_hh.shape[0])] * 2
-
 
 @torch.library.custom_op("torch_echo::lstm_layer", mutates_args=())
 def lstm_layer(
@@ -39,27 +31,18 @@ def lstm_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(outputs, last hidden state, last cell state, reserve), for inputs [time, batch, features]. `bias`: two or none.
     Without `train` the reserve is empty."""
-    b_ih, b_hh = _biases(w_hh, bias)
-    with torch.set_grad_enabled(train):  # oneDNN asks
-        *made, reserve = aten.mkldnn_rnn_layer(
-            x, w_ih, w_hh, b_ih, b_hh, hx, cx, reverse, [], _LSTM, w_hh.shape[1], 1, bool(bias), False, False, train
-        )
-    return made[0], made[1], made[2], reserve if train else _empty(x)
+    y, hy, cy, workspace = _onednn.forward(x, hx, cx, w_ih, w_hh, list(bias), reverse, train)
+    reserve = _onednn.pack(workspace, x, w_hh, reverse) if train else x.new_empty(0, dtype=torch.uint8)
+    return y, hy, cy, reserve
 
 
 @lstm_layer.register_fake
 def _(
     x: Tensor, hx: Tensor, cx: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Sequence[Tensor], reverse: bool, train: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    steps, batch, inputs = x.shape
-    hidden = w_hh.shape[1]
-    nbytes = workspace_bytes(steps, batch, inputs, hidden, x.dtype.itemsize) if train else 0
-    reserve = x.new_empty(nbytes, dtype=torch.uint8)
-    return x.new_empty(steps, batch, hidden), x.new_empty(batch, hidden), x.new_empty(batch, hidden), reserve
-
-
-def _empty(like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.uint8)
+    y = x.new_empty(*x.shape[:2], w_hh.shape[1])
+    nbytes = _onednn.reserve_bytes(x, w_hh, reverse) if train else 0
+    return y, hx.new_empty(hx.shape), cx.new_empty(cx.shape), x.new_empty(nbytes, dtype=torch.uint8)
 
 
 @torch.library.custom_op("torch_echo::lstm_layer_backward", mutates_args=())
@@ -80,11 +63,11 @@ def lstm_layer_backward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, hx, cx, w_ih, w_hh and either bias."""
-    b_ih, b_hh = _biases(w_hh, bias)
-    gx, gw_ih, gw_hh, gb, _, ghx, gcx = aten.mkldnn_rnn_layer_backward(
-        x, w_ih, w_hh, b_ih, b_hh, hx, cx, y, hy, cy, grad_y, grad_hy, grad_cy, reverse, _LSTM, w_hh.shape[1], 1,
-        bool(bias), True, False, [], False, reserve,
-    )  # fmt: skip
+    workspace = _onednn.unpack(reserve, x, w_hh, reverse)
+    grads, made = (grad_y, grad_hy, grad_cy), (y, hy, cy)
+    gx, gw_ih, gw_hh, gb, _, ghx, gcx = _onednn.backward(
+        grads, x, hx, cx, w_ih, w_hh, list(bias), made, workspace, reverse
+    )
     return gx, ghx, gcx, gw_ih, gw_hh, gb
 
 
