@@ -601,6 +601,17 @@ def layer_of(node: fx.Node) -> str:
     return _PATH_NOISE.sub("", path).strip(".")
 
 
+def unknown_size(like: torch.Tensor, most: Any) -> Any:
+    """A new symbol for a size that depends on data, at most `most`; estimates take it to be that. `like`: any fake tensor."""
+    from torch._library.fake_impl import allocate_size
+
+    shapes: Any = like.fake_mode.shape_env  # type: ignore[attr-defined]
+    size: Any = allocate_size(shapes)
+    torch._check(size <= most)
+    shapes.var_to_hint_override[size.node.expr] = size_hint(most)
+    return size
+
+
 _PATH_NOISE = re.compile(r"^L\['\w+'\]|\._modules|\['|'\]|\[\"|\"\]|_orig_mod")
 
 
@@ -657,36 +668,50 @@ def backend_failure() -> type[Exception]:
     return BackendCompilerFailed
 
 
-def substitute(functions: Mapping[Any, Callable[..., Any]], backends: Collection[Any]) -> None:
+def substitute(
+    functions: Mapping[Any, Callable[..., Any]],
+    handled: Callable[[torch.nn.Module], bool],
+    backends: Collection[Any],
+) -> None:
     """Where one of `backends` compiles, have Dynamo trace other functions in place of those of PyTorch's that are the keys, and take in
-    ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, which it refuses otherwise. For other backends nothing changes.
+    recurrent modules, which it refuses otherwise, if they are `handled`. For other backends nothing changes.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import innermost_backend
     from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     def ours(tx: Any) -> bool:
         backend: Any = innermost_backend(tx.output.compiler_fn)
         return getattr(backend, "compiler_fn", backend) in backends  # as torch.compile wraps it, or as it is
 
-    wrap_module, call_function = VariableBuilder.wrap_module, TorchInGraphFunctionVariable.call_function
+    wrap_module = VariableBuilder.wrap_module
 
     @functools.wraps(wrap_module)
     def wrap(self: Any, value: Any) -> Any:
-        allowed = config.allow_rnn or (isinstance(value, torch.nn.RNNBase) and ours(self.tx))
-        with config.patch(allow_rnn=allowed):
+        if not handled(value) or not ours(self.tx):
+            return wrap_module(self, value)
+        with config.patch(allow_rnn=True):
             return wrap_module(self, value)
 
-    @functools.wraps(call_function)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value in functions and not kwargs and ours(tx):
-            return UserFunctionVariable(functions[self.value]).call_function(tx, args, kwargs)
-        return call_function(self, tx, args, kwargs)
+    def redirect(variable: Any, attribute: str) -> None:
+        original = variable.call_function
+
+        @functools.wraps(original)
+        def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            other = functions.get(getattr(self, attribute))
+            if other is not None and ours(tx):
+                given = [*self.self_args(), *args] if isinstance(self, UserFunctionVariable) else args
+                return UserFunctionVariable(other).call_function(tx, given, kwargs)
+            return original(self, tx, args, kwargs)
+
+        variable.call_function = call
 
     VariableBuilder.wrap_module = wrap  # type: ignore[method-assign]
-    TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
+    redirect(TorchInGraphFunctionVariable, "value")
+    redirect(SkipFunctionVariable, "value")
+    redirect(UserFunctionVariable, "fn")
 
 
 def inductor(

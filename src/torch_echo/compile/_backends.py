@@ -13,7 +13,7 @@ from torch_echo.compile._partition import Partitioner
 from torch_echo.errors import OptionError
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
-from torch_echo.recurrent import SUBSTITUTES
+from torch_echo.recurrent import SUBSTITUTES, handled
 
 __all__ = ["echo", "echo_eager"]
 
@@ -57,4 +57,4 @@ def parse(given: dict[str, Any] | None) -> Options:
     return Options(**(given or {}))
 
 
-compat.substitute(SUBSTITUTES, (echo, echo_eager))
+compat.substitute(SUBSTITUTES, handled, (echo, echo_eager))

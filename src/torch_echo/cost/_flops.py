@@ -133,7 +133,8 @@ def _result(func: Any, spec: OpSpec) -> Any:
             kwargs["device"] = torch.device("meta")
         with below_autograd():
             result = func(*args, **kwargs)
-        return spec_of(func, [result]).args[0]
+        made = spec_of(func, [result]).args[0]
+        return made if all(type(n) is int for t in _flat(made) for n in t.shape) else None
     except Exception:
         # Whatever it is that the op dislikes about tensors without data, the caller has an estimate instead.
         return None

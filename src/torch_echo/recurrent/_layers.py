@@ -15,18 +15,18 @@ from torch import Tensor
 from torch_echo.recurrent import _onednn
 from torch_echo.recurrent._ops import lstm_layer, rnn_layer
 
-__all__ = ["SUBSTITUTES"]
+__all__ = ["FUNCTIONS", "step_by_step"]
 
 
 def _lstm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     if isinstance(args[0], Tensor):
         batch_sizes, hidden, weights, *options = args
-        return _step_by_step("LSTM", x, batch_sizes, hidden, weights, *options, False)
+        return step_by_step("LSTM", x, batch_sizes, hidden, weights, *options, False)
     hidden, weights, *options = args
     projected = hidden[0].shape[-1] != hidden[1].shape[-1]
     usable = [_onednn.usable(x.dtype, w.shape[1], w.shape[0] // 4) for w in weights if w.dim() > 1]
     if projected or not all(usable) or x.numel() == 0:
-        return _step_by_step("LSTM", x, None, hidden, weights, *options)
+        return step_by_step("LSTM", x, None, hidden, weights, *options)
     return _by_onednn(x, hidden, weights, *options)
 
 
@@ -34,9 +34,9 @@ def _other(mode: str) -> Callable[..., tuple[Tensor, ...]]:
     def function(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         if isinstance(args[1], Tensor):
             batch_sizes, hidden, weights, *options = args
-            return _step_by_step(mode, x, batch_sizes, (hidden,), weights, *options, False)
+            return step_by_step(mode, x, batch_sizes, (hidden,), weights, *options, False)
         hidden, weights, *options = args
-        return _step_by_step(mode, x, None, (hidden,), weights, *options)
+        return step_by_step(mode, x, None, (hidden,), weights, *options)
 
     return function
 
@@ -72,7 +72,7 @@ def _by_onednn(
     return x.transpose(0, 1) if batch_first else x, torch.stack(last_h), torch.stack(last_c)
 
 
-def _step_by_step(
+def step_by_step(
     mode: str,
     x: Tensor,
     batch_sizes: Tensor | None,
@@ -107,14 +107,14 @@ def _check(x: Tensor) -> None:
 
 def _dropout(x: Tensor, p: float) -> Tensor:
     """As ``torch.dropout`` runs in training on a CPU: traced, it would draw other numbers."""
-    if p == 0 or x.numel() == 0:
+    if p == 0:
         return x
     if p == 1:
         return x * torch.zeros((), dtype=x.dtype)
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 
-SUBSTITUTES: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
+FUNCTIONS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
     torch.lstm: _lstm,
     torch.gru: _other("GRU"),
     torch.rnn_tanh: _other("RNN_TANH"),
