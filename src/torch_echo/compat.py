@@ -304,6 +304,14 @@ def _keys_above_kernels() -> Any:
 _ABOVE_KERNELS = _keys_above_kernels()
 
 
+@contextlib.contextmanager
+def without_tracing() -> Iterator[None]:
+    """No dispatch modes on this thread's stack (autograd asks whether there are any, though they are not called), and no ops in
+    Python instead of those in C++."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
 class below_autograd:
     """Context: run ops as they ran when the tape saw them, below autograd, autocast, dispatch modes and hooks.
 
@@ -601,14 +609,13 @@ def layer_of(node: fx.Node) -> str:
     return _PATH_NOISE.sub("", path).strip(".")
 
 
-def unknown_size(like: torch.Tensor, most: Any) -> Any:
-    """A new symbol for a size that depends on data, at most `most`; estimates take it to be that. `like`: any fake tensor."""
+def unknown_size(like: torch.Tensor, likely: Any) -> Any:
+    """A new symbol for a size that depends on data; estimates take it to be as `likely`. `like`: any fake tensor."""
     from torch._library.fake_impl import allocate_size
 
     shapes: Any = like.fake_mode.shape_env  # type: ignore[attr-defined]
     size: Any = allocate_size(shapes)
-    torch._check(size <= most)
-    shapes.var_to_hint_override[size.node.expr] = size_hint(most)
+    shapes.var_to_hint_override[size.node.expr] = size_hint(likely)
     return size
 
 
@@ -673,8 +680,8 @@ def substitute(
     handled: Callable[[torch.nn.Module], bool],
     backends: Collection[Any],
 ) -> None:
-    """Where one of `backends` compiles, have Dynamo trace other functions in place of those of PyTorch's that are the keys, and take in
-    recurrent modules, which it refuses otherwise, if they are `handled`. For other backends nothing changes.
+    """Where one of `backends` compiles, have Dynamo trace other functions in place of those of PyTorch's that are the keys, and
+    take in recurrent modules, which it refuses otherwise, if they are `handled`. For other backends nothing changes.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import innermost_backend
@@ -700,7 +707,7 @@ def substitute(
 
         @functools.wraps(original)
         def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            other = functions.get(getattr(self, attribute))
+            other: Any = functions.get(getattr(self, attribute))
             if other is not None and ours(tx):
                 given = [*self.self_args(), *args] if isinstance(self, UserFunctionVariable) else args
                 return UserFunctionVariable(other).call_function(tx, given, kwargs)

@@ -1,7 +1,8 @@
 """What must be known about an op before it may be re-run.
 
 Schemas do not tell the whole truth: batch norms change their running statistics and declare nothing, creation ops read only
-the shape of their argument. The tables here say so, op by op; everything outside ``aten`` and our own recurrent layers is never re-run.
+the shape of their argument. The tables here say so, op by op; everything outside ``aten`` and our own recurrent layers is never
+re-run.
 """
 
 from __future__ import annotations

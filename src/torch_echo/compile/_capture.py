@@ -236,7 +236,11 @@ class _Walk:
         if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return Trait.KEEP
         rule = rule_of(target)
-        if target.namespace not in _RERUN or nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
+        if (
+            target.namespace not in _RERUN
+            or nondeterministic_on(rule, tensors[0].device.type)
+            or any(t.layout is not torch.strided for t in tensors)
+        ):
             return Trait.KEEP
         return Trait.RANDOM if rule.random else Trait.NONE
 

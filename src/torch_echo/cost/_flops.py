@@ -127,14 +127,13 @@ def _returns_written(func: Any) -> bool:
 def _result(func: Any, spec: OpSpec) -> Any:
     """Description of what a call returns; None where its sizes depend on data or the op cannot say."""
     try:
-        args = [_meta(node) for node in spec.args]
-        kwargs = {name: _meta(node) for name, node in spec.kwargs}
-        if "device" in {a.name for a in func._schema.arguments} and "device" not in kwargs:
-            kwargs["device"] = torch.device("meta")
-        with below_autograd():
+        with below_autograd():  # and below the modes that trace
+            args = [_meta(node) for node in spec.args]
+            kwargs = {name: _meta(node) for name, node in spec.kwargs}
+            if "device" in {a.name for a in func._schema.arguments} and "device" not in kwargs:
+                kwargs["device"] = torch.device("meta")
             result = func(*args, **kwargs)
-        made = spec_of(func, [result]).args[0]
-        return made if all(type(n) is int for t in _flat(made) for n in t.shape) else None
+        return spec_of(func, [result]).args[0]
     except Exception:
         # Whatever it is that the op dislikes about tensors without data, the caller has an estimate instead.
         return None
@@ -193,7 +192,7 @@ def _rnn_layer(x: Any, w_input: Any, w_hidden: Any, *_: Any) -> float:
 
 
 def _rnn_layers(x: Any, weights: Any) -> float:
-    return 2.0 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) > 1)
+    return float(2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) > 1))
 
 
 _FORMULAS: dict[str, Callable[..., float]] = {

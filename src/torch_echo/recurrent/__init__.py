@@ -1,7 +1,8 @@
 """Recurrent layers as ops: one op per layer and direction in a graph, whatever the length.
 
-Dynamo refuses ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, and AOTAutograd unrolls them. For our own backends, Dynamo takes those on a CPU in, and
-traces our functions (``_layers``; ``_packed`` for packed sequences) in place of PyTorch's. They are made of the ops in ``_ops``.
+Dynamo refuses ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, and AOTAutograd unrolls them. For our own backends, Dynamo takes in those on
+a CPU, and traces our functions (``_layers``; ``_packed`` for packed sequences) in place of PyTorch's. They are made of the ops in
+``_ops``.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """What Dynamo traces where ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call into PyTorch: stacks of layers, made of our ops.
 
-Arguments are those of ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` and ``torch.rnn_relu``. Between layers, dropout draws the numbers
-that eager PyTorch draws. What our ops don't do (devices other than the CPU, autocast) breaks the graph, and runs as without us.
+Arguments are those of ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` and ``torch.rnn_relu``. Between layers, dropout draws the
+numbers that eager PyTorch draws. What our ops don't do (devices other than the CPU, autocast) breaks the graph, and runs as without
+us.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from torch_echo.recurrent import _onednn
 from torch_echo.recurrent._ops import lstm_layer, rnn_layer
@@ -20,23 +22,21 @@ __all__ = ["FUNCTIONS", "step_by_step"]
 
 def _lstm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     if isinstance(args[0], Tensor):
-        batch_sizes, hidden, weights, *options = args
-        return step_by_step("LSTM", x, batch_sizes, hidden, weights, *options, False)
-    hidden, weights, *options = args
-    projected = hidden[0].shape[-1] != hidden[1].shape[-1]
-    usable = [_onednn.usable(x.dtype, w.shape[1], w.shape[0] // 4) for w in weights if w.dim() > 1]
-    if projected or not all(usable) or x.numel() == 0:
-        return step_by_step("LSTM", x, None, hidden, weights, *options)
-    return _by_onednn(x, hidden, weights, *options)
+        return step_by_step("LSTM", x, *args)
+    hidden, weights, *_ = args
+    width = hidden[1].shape[-1]
+    if hidden[0].shape[-1] != width or guard_or_false(x.numel() == 0):  # projected, or empty
+        return step_by_step("LSTM", x, None, *args)
+    if not all(_onednn.usable(x.dtype, w.shape[1], width) for w in weights if w.dim() > 1):
+        return step_by_step("LSTM", x, None, *args)
+    return _by_onednn(x, *args)
 
 
 def _other(mode: str) -> Callable[..., tuple[Tensor, ...]]:
     def function(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         if isinstance(args[1], Tensor):
-            batch_sizes, hidden, weights, *options = args
-            return step_by_step(mode, x, batch_sizes, (hidden,), weights, *options, False)
-        hidden, weights, *options = args
-        return step_by_step(mode, x, None, (hidden,), weights, *options)
+            return step_by_step(mode, x, args[0], (args[1],), *args[2:])
+        return step_by_step(mode, x, None, (args[0],), *args[1:])
 
     return function
 
@@ -83,7 +83,7 @@ def step_by_step(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_first: bool,
+    batch_first: bool = False,
 ) -> tuple[Tensor, ...]:
     _check(x)
     x = x.transpose(0, 1) if batch_first else x

@@ -1,14 +1,15 @@
 """The workspace of oneDNN's LSTM: what its forward pass leaves to its backward pass, some 15 times the layer's output.
 
 PyTorch's shape functions call it empty. It is a row of sections, each in whole pages: gates, cell activations, hidden states, cell
-states, and then the gradients of these, for which forward only makes room. Backward reads the gates and this layer's cell states, and
-in the reverse direction the hidden states too, of which the input is the first half; the rest, two thirds of the workspace, need
-not be kept. None of this is documented: a layer's sizes are used only after :func:`usable` has tried it on them.
+states, and then the gradients of these, for which forward only makes room. Backward reads the gates and this layer's cell states,
+and in the reverse direction the hidden states too, of which the input is the first half; the rest, two thirds of the workspace,
+need not be kept. None of this is documented: a layer's sizes are used only after :func:`usable` has tried it on them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def reserve_bytes(x: Tensor, w_hh: Tensor, reverse: bool) -> Any:
 
 
 def _layout(x: Tensor, w_hh: Tensor, reverse: bool) -> _Layout:
-    return _Layout(*x.shape, w_hh.shape[1], x.dtype.itemsize, reverse)
+    steps, batch, inputs = x.shape
+    return _Layout(steps, batch, inputs, w_hh.shape[1], x.dtype.itemsize, reverse)
 
 
 def pack(workspace: Tensor, x: Tensor, w_hh: Tensor, reverse: bool) -> Tensor:
@@ -96,7 +98,7 @@ def backward(
     w_ih: Tensor,
     w_hh: Tensor,
     bias: list[Tensor],
-    made: tuple[Tensor, Tensor, Tensor],
+    made: Sequence[Tensor],
     workspace: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, ...]:
@@ -113,7 +115,7 @@ def _biases(w_hh: Tensor, bias: list[Tensor]) -> list[Tensor]:
     return bias or [w_hh.new_zeros(w_hh.shape[0])] * 2
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def usable(dtype: torch.dtype, inputs: int, hidden: int) -> bool:
     """Does eager PyTorch go to oneDNN for an LSTM layer of these sizes on a CPU, and is its workspace as we think?"""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
@@ -141,7 +143,7 @@ def _as_thought(dtype: torch.dtype, inputs: int, hidden: int, reverse: bool) -> 
     for start, nbytes in _gaps(_layout(x, w_hh, reverse)):
         thinned[start : start + nbytes] = 255
     grads = made_up(3, 2, hidden), made_up(2, hidden), made_up(2, hidden)
-    found = [backward(grads, x, *states, w_ih, w_hh, bias, tuple(made), w, reverse) for w in (workspace, thinned)]
+    found = [backward(grads, x, *states, w_ih, w_hh, bias, made, w, reverse) for w in (workspace, thinned)]
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -3,16 +3,16 @@
 ``torch_echo::lstm_layer`` is one direction of an LSTM layer by oneDNN, as eager PyTorch runs it on a CPU; its *reserve* is what the
 backward pass reads of oneDNN's workspace. A planner may keep it, or drop it and have it rebuilt by running the layer again.
 
-``torch_echo::rnn_layer`` is a layer, all its directions, of what eager PyTorch runs step by step: GRU, RNN, an LSTM with projections,
-in float64, or on a packed sequence. It leaves nothing to its backward pass, which runs the layer again under autograd: one layer's
-steps are in memory at a time.
+``torch_echo::rnn_layer`` is a layer, all its directions, of what eager PyTorch runs step by step: GRU, RNN, an LSTM with
+projections, in float64, or on a packed sequence. It leaves nothing to its backward pass, which runs the layer again under autograd:
+one layer's steps are in memory at a time.
 
 Both call what eager PyTorch calls, in the same order: results and gradients are equal to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch_echo.recurrent import _onednn
 __all__ = ["lstm_layer", "rnn_layer"]
 
 aten = torch.ops.aten
+
 
 @torch.library.custom_op("torch_echo::lstm_layer", mutates_args=())
 def lstm_layer(
@@ -65,9 +66,8 @@ def lstm_layer_backward(
     """Gradients of x, hx, cx, w_ih, w_hh and either bias."""
     workspace = _onednn.unpack(reserve, x, w_hh, reverse)
     grads, made = (grad_y, grad_hy, grad_cy), (y, hy, cy)
-    gx, gw_ih, gw_hh, gb, _, ghx, gcx = _onednn.backward(
-        grads, x, hx, cx, w_ih, w_hh, list(bias), made, workspace, reverse
-    )
+    found = _onednn.backward(grads, x, hx, cx, w_ih, w_hh, list(bias), made, workspace, reverse)
+    gx, gw_ih, gw_hh, gb, _, ghx, gcx = (g.to(x.dtype) for g in found)  # some are float32; autograd casts them
     return gx, ghx, gcx, gw_ih, gw_hh, gb
 
 
@@ -100,8 +100,13 @@ _FUNCTIONS: dict[str, Any] = {"LSTM": aten.lstm, "GRU": aten.gru, "RNN_TANH": at
 
 
 def _run(
-    mode: str, x: Tensor, batch_sizes: Tensor | None, hidden: Sequence[Tensor], weights: Sequence[Tensor],
-    biases: bool, bidirectional: bool,
+    mode: str,
+    x: Tensor,
+    batch_sizes: Tensor | None,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    bidirectional: bool,
 ) -> tuple[Tensor, ...]:
     """One layer, by eager PyTorch."""
     function = _FUNCTIONS[mode]
@@ -114,8 +119,13 @@ def _run(
 
 @torch.library.custom_op("torch_echo::rnn_layer", mutates_args=())
 def rnn_layer(
-    mode: str, x: Tensor, batch_sizes: Tensor | None, hidden: Sequence[Tensor], weights: Sequence[Tensor],
-    biases: bool, bidirectional: bool,
+    mode: str,
+    x: Tensor,
+    batch_sizes: Tensor | None,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    bidirectional: bool,
 ) -> list[Tensor]:
     """[outputs, last hidden states, and cell states for an LSTM], for inputs [time, batch, features], or those of a packed sequence
     with its `batch_sizes`; states [directions, batch, features]. `mode` as in ``nn.RNNBase``."""
@@ -125,8 +135,13 @@ def rnn_layer(
 
 @rnn_layer.register_fake
 def _(
-    mode: str, x: Tensor, batch_sizes: Tensor | None, hidden: Sequence[Tensor], weights: Sequence[Tensor],
-    biases: bool, bidirectional: bool,
+    mode: str,
+    x: Tensor,
+    batch_sizes: Tensor | None,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    bidirectional: bool,
 ) -> list[Tensor]:
     features = hidden[0].shape[2] * (1 + bidirectional)
     return [x.new_empty(*x.shape[:-1], features), *(h.new_empty(h.shape) for h in hidden)]

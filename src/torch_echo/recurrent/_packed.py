@@ -1,14 +1,14 @@
 """Packed sequences: ``pack_padded_sequence``, recurrent layers on what it makes, ``pad_packed_sequence``.
 
-How long a packed batch is depends on its data, so Dynamo leaves these functions out of its graphs. Here they are ops whose sizes are
-symbols of their own. How many sequences there are is known from the padded batch; a :class:`PackedSequence` that is packed in the
-graph carries it on, as an attribute.
+How long a packed batch is depends on its data, so Dynamo leaves these functions out of its graphs. Here they are ops whose sizes
+are symbols of their own. How many sequences there are is known from the padded batch; a :class:`PackedSequence` that is packed in
+the graph carries it on, as an attribute.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,14 +100,14 @@ pad.register_autograd(_pad_gradient, setup_context=_save_pad)
 
 
 @torch.library.custom_op("torch_echo::sequences", mutates_args=())
-def sequences(batch_sizes: Tensor) -> Tensor:
+def sequences(data: Tensor, batch_sizes: Tensor) -> Tensor:
     """A tensor without elements, with as many rows as there are sequences."""
     return batch_sizes.new_empty(int(batch_sizes[0]), 0)
 
 
 @sequences.register_fake
-def _(batch_sizes: Tensor) -> Tensor:
-    return batch_sizes.new_empty(compat.unknown_size(batch_sizes, 1), 0)
+def _(data: Tensor, batch_sizes: Tensor) -> Tensor:
+    return batch_sizes.new_empty(compat.unknown_size(data, data.shape[0] // batch_sizes.shape[0]), 0)
 
 
 # --- what Dynamo traces ---------------------------------------------------------------------------------------------------
@@ -123,7 +123,8 @@ def pack_padded_sequence(
     if not enforce_sorted:
         lengths, order = torch.sort(lengths, descending=True)
         x = x.index_select(1, order)
-    packed = PackedSequence(*pack(x, lengths), order, None)
+    data, batch_sizes = pack(x, lengths)
+    packed = PackedSequence(data, batch_sizes, order, None)
     return _of_width(packed, x.shape[1])
 
 
@@ -139,7 +140,7 @@ def pad_packed_sequence(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-def _copy(f: types.FunctionType) -> types.FunctionType:
+def _copy(f: Any) -> Callable[..., Any]:
     """The same, but not what Dynamo traces :func:`forward` for."""
     return types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
 
@@ -161,16 +162,15 @@ def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
         hidden = [data.new_zeros(count, _width(input), size) for size in sizes]
     else:
         hidden = [_permuted(h, order) for h in (hx if several else (hx,))]
-    y, *last = step_by_step(
-        self.mode, data, batch_sizes, hidden, self._flat_weights, self.bias, self.num_layers, self.dropout, self.training,
-        self.bidirectional, False,
-    )  # fmt: skip
+    weights: Any = self._flat_weights
+    options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+    y, *last = step_by_step(self.mode, data, batch_sizes, hidden, weights, *options)
     made = _of_width(PackedSequence(y, batch_sizes, order, back), hidden[0].shape[1])
     last = [_permuted(h, back) for h in last]
     return made, tuple(last) if several else last[0]
 
 
-def _permuted(hidden: Tensor, order: Tensor | None) -> Tensor:
+def _permuted(hidden: Any, order: Tensor | None) -> Any:
     return hidden if order is None else hidden.index_select(1, order)
 
 
@@ -183,5 +183,5 @@ def _width(packed: PackedSequence) -> int:
     """How many sequences there are."""
     if packed.sorted_indices is not None:
         return packed.sorted_indices.shape[0]
-    known = getattr(packed, "_torch_echo_width", None)
-    return sequences(packed.batch_sizes).shape[0] if known is None else known
+    known: int | None = getattr(packed, "_torch_echo_width", None)
+    return sequences(packed.data, packed.batch_sizes).shape[0] if known is None else known
