@@ -693,6 +693,7 @@ def substitute(
         backend: Any = innermost_backend(tx.output.compiler_fn)
         return getattr(backend, "compiler_fn", backend) in backends  # as torch.compile wraps it, or as it is
 
+    known: dict[int, tuple[Any, Any]] = {id(f): (f, other) for f, other in functions.items()}  # not all can be hashed
     wrap_module = VariableBuilder.wrap_module
 
     @functools.wraps(wrap_module)
@@ -707,7 +708,7 @@ def substitute(
 
         @functools.wraps(original)
         def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            other: Any = functions.get(getattr(self, attribute))
+            _, other = known.get(id(getattr(self, attribute)), (None, None))
             if other is not None and ours(tx):
                 given = [*self.self_args(), *args] if isinstance(self, UserFunctionVariable) else args
                 return UserFunctionVariable(other).call_function(tx, given, kwargs)
