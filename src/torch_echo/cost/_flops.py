@@ -209,6 +209,8 @@ _FORMULAS: dict[str, Callable[..., float]] = {
     "mkldnn_rnn_layer_backward": lambda x, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
     "torch_echo.lstm_layer.default": lambda x, _h, _c, w1, w2, *_: _rnn_layer(x, w1, w2),
     "torch_echo.lstm_layer_backward.default": lambda _y, _hy, _cy, x, _h, _c, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
+    "torch_echo.gru_layer.default": lambda x, _h, w1, w2, *_: _rnn_layer(x, w1, w2),
+    "torch_echo.gru_layer_backward.default": lambda _y, _hy, x, _h, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
     "torch_echo.rnn_layer.default": lambda _m, x, _b, _h, weights, *_: _rnn_layers(x, weights),
     "torch_echo.rnn_layer_backward.default": lambda _g, _m, x, _b, _h, weights, *_: 3.0 * _rnn_layers(x, weights),
 }

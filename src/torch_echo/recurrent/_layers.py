@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from torch_echo.recurrent import _onednn
-from torch_echo.recurrent._ops import lstm_layer, rnn_layer
+from torch_echo.recurrent._ops import gru_layer, lstm_layer, rnn_layer
 
 __all__ = ["FUNCTIONS", "step_by_step"]
 
@@ -29,10 +29,16 @@ def _lstm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         return step_by_step("LSTM", x, None, *args)
     if not all(_onednn.usable(x.dtype, w.shape[1], width) for w in weights if w.dim() > 1):
         return step_by_step("LSTM", x, None, *args)
-    return _by_onednn(x, *args)
+    return _by_direction(x, *args)
 
 
-def _other(mode: str) -> Callable[..., tuple[Tensor, ...]]:
+def _gru(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    if isinstance(args[1], Tensor):
+        return step_by_step("GRU", x, args[0], (args[1],), *args[2:])
+    return _by_direction(x, (args[0],), *args[1:])
+
+
+def _rnn(mode: str) -> Callable[..., tuple[Tensor, ...]]:
     def function(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         if isinstance(args[1], Tensor):
             return step_by_step(mode, x, args[0], (args[1],), *args[2:])
@@ -41,7 +47,7 @@ def _other(mode: str) -> Callable[..., tuple[Tensor, ...]]:
     return function
 
 
-def _by_onednn(
+def _by_direction(
     x: Tensor,
     hidden: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -52,24 +58,26 @@ def _by_onednn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
+    """LSTM, if there are two states, else GRU."""
     _check(x)
-    x = (x.transpose(0, 1) if batch_first else x).contiguous()
-    hx, cx = (h.contiguous() for h in hidden)
+    x = x.transpose(0, 1) if batch_first else x
+    if len(hidden) == 2:  # oneDNN's layouts
+        x, *hidden = (t.contiguous() for t in (x, *hidden))
     directions, each = 1 + bidirectional, 4 if biases else 2
-    last_h, last_c = [], []
+    lasts = []
     for layer in range(layers):
         outputs = []
         for i in range(layer * directions, (layer + 1) * directions):
             w_ih, w_hh, *bias = weights[i * each : (i + 1) * each]
-            reverse = i % directions > 0
-            y, hy, cy, _ = lstm_layer(x, hx[i], cx[i], w_ih, w_hh, bias, reverse, torch.is_grad_enabled())
+            given = (x, *(h[i] for h in hidden), w_ih, w_hh, bias, i % directions > 0, torch.is_grad_enabled())
+            y, *last, _ = lstm_layer(*given) if len(hidden) == 2 else gru_layer(*given, x.requires_grad)
             outputs.append(y)
-            last_h.append(hy)
-            last_c.append(cy)
+            lasts.append(last)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
         if train and layer < layers - 1:
             x = _dropout(x, dropout)
-    return x.transpose(0, 1) if batch_first else x, torch.stack(last_h), torch.stack(last_c)
+    x = x.transpose(0, 1) if batch_first else x
+    return x, *(torch.stack([last[k] for last in lasts]) for k in range(len(hidden)))
 
 
 def step_by_step(
@@ -92,7 +100,7 @@ def step_by_step(
     for layer in range(layers):
         states = [h[layer * directions : (layer + 1) * directions] for h in hidden]
         own = weights[layer * each : (layer + 1) * each]
-        x, *last = rnn_layer(mode, x, batch_sizes, states, own, biases, bidirectional)
+        x, *last = rnn_layer(mode, x, batch_sizes, states, own, biases, bidirectional, x.requires_grad)
         lasts.append(last)
         if train and layer < layers - 1:
             x = _dropout(x, dropout)
@@ -116,8 +124,8 @@ def _dropout(x: Tensor, p: float) -> Tensor:
 
 FUNCTIONS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
     torch.lstm: _lstm,
-    torch.gru: _other("GRU"),
-    torch.rnn_tanh: _other("RNN_TANH"),
-    torch.rnn_relu: _other("RNN_RELU"),
+    torch.gru: _gru,
+    torch.rnn_tanh: _rnn("RNN_TANH"),
+    torch.rnn_relu: _rnn("RNN_RELU"),
 }
 """By the function of PyTorch's that each stands for."""

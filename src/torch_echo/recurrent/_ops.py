@@ -3,11 +3,13 @@
 ``torch_echo::lstm_layer`` is one direction of an LSTM layer by oneDNN, as eager PyTorch runs it on a CPU; its *reserve* is what the
 backward pass reads of oneDNN's workspace. A planner may keep it, or drop it and have it rebuilt by running the layer again.
 
-``torch_echo::rnn_layer`` is a layer, all its directions, of what eager PyTorch runs step by step: GRU, RNN, an LSTM with
-projections, in float64, or on a packed sequence. It leaves nothing to its backward pass, which runs the layer again under autograd:
-one layer's steps are in memory at a time.
+``torch_echo::gru_layer`` is one direction of a GRU layer, step by step as in eager PyTorch; its reserve is the gates.
 
-Both call what eager PyTorch calls, in the same order: results and gradients are equal to the bit.
+``torch_echo::rnn_layer`` is a layer, all its directions, of what else eager PyTorch runs step by step: RNN, an LSTM with
+projections or in float64, anything on a packed sequence. It leaves nothing to its backward pass, which runs the layer again under
+autograd: one layer's steps are in memory at a time.
+
+All call what eager PyTorch calls, in the same order: results and gradients are equal to the bit.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import torch
 from torch import Tensor
 
 from torch_echo import compat
-from torch_echo.recurrent import _onednn
+from torch_echo.recurrent import _gru, _onednn
 
-__all__ = ["lstm_layer", "rnn_layer"]
+__all__ = ["gru_layer", "lstm_layer", "rnn_layer"]
 
 aten = torch.ops.aten
 
@@ -96,6 +98,76 @@ def _lstm_gradients(ctx: Any, grad_y: Any, grad_hy: Any, grad_cy: Any, _: Any) -
 
 lstm_layer.register_autograd(_lstm_gradients, setup_context=_save_lstm)
 
+
+@torch.library.custom_op("torch_echo::gru_layer", mutates_args=())
+def gru_layer(
+    x: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    bias: Sequence[Tensor],
+    reverse: bool,
+    train: bool,
+    differentiable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(outputs, last hidden state, reserve); else as for lstm_layer. `differentiable`: x needs a gradient."""
+    return _gru.forward(_as_given(x, differentiable), hx, w_ih, w_hh, bias, reverse, train)
+
+
+@gru_layer.register_fake
+def _(
+    x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Any, reverse: bool, train: bool, differentiable: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    steps, *shape = x.shape[0], *hx.shape
+    return hx.new_empty(steps, *shape), hx.new_empty(shape), hx.new_empty(4, steps if train else 0, *shape)
+
+
+@torch.library.custom_op("torch_echo::gru_layer_backward", mutates_args=())
+def gru_layer_backward(
+    grad_y: Tensor | None,
+    grad_hy: Tensor | None,
+    x: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    y: Tensor,
+    reserve: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, hx, w_ih, w_hh and both biases."""
+    return _gru.backward(grad_y, grad_hy, x, hx, w_ih, w_hh, y, reserve, reverse)
+
+
+@gru_layer_backward.register_fake
+def _(
+    grad_y: Any, grad_hy: Any, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    like = [t.new_empty(t.shape) for t in (x, hx, w_ih, w_hh)]
+    bias = [w_hh.new_empty(w_hh.shape[0]) for _ in range(2)]
+    return like[0], like[1], like[2], like[3], bias[0], bias[1]
+
+
+def _save_gru(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, hx, w_ih, w_hh, bias, reverse, *_ = inputs
+    ctx.save_for_backward(x, hx, w_ih, w_hh, output[0], output[2])
+    ctx.layout = len(bias), reverse
+    ctx.set_materialize_grads(False)
+
+
+def _gru_gradients(ctx: Any, grad_y: Any, grad_hy: Any, _: Any) -> tuple[Any, ...]:
+    biases, reverse = ctx.layout
+    *found, gb_ih, gb_hh = gru_layer_backward(grad_y, grad_hy, *ctx.saved_tensors, reverse)
+    return *found, [gb_ih, gb_hh][:biases], None, None, None
+
+
+gru_layer.register_autograd(_gru_gradients, setup_context=_save_gru)
+
+
+def _as_given(x: Tensor, differentiable: bool) -> Tensor:
+    """For kernels that choose by whether x needs a gradient."""
+    return x.detach().requires_grad_() if differentiable else x
+
+
 _FUNCTIONS: dict[str, Any] = {"LSTM": aten.lstm, "GRU": aten.gru, "RNN_TANH": aten.rnn_tanh, "RNN_RELU": aten.rnn_relu}
 
 
@@ -126,11 +198,12 @@ def rnn_layer(
     weights: Sequence[Tensor],
     biases: bool,
     bidirectional: bool,
+    differentiable: bool,
 ) -> list[Tensor]:
     """[outputs, last hidden states, and cell states for an LSTM], for inputs [time, batch, features], or those of a packed sequence
     with its `batch_sizes`; states [directions, batch, features]. `mode` as in ``nn.RNNBase``."""
     with torch.enable_grad():  # kernels ask
-        return list(_run(mode, x, batch_sizes, hidden, weights, biases, bidirectional))
+        return list(_run(mode, _as_given(x, differentiable), batch_sizes, hidden, weights, biases, bidirectional))
 
 
 @rnn_layer.register_fake
@@ -142,6 +215,7 @@ def _(
     weights: Sequence[Tensor],
     biases: bool,
     bidirectional: bool,
+    differentiable: bool,
 ) -> list[Tensor]:
     features = hidden[0].shape[2] * (1 + bidirectional)
     return [x.new_empty(*x.shape[:-1], features), *(h.new_empty(h.shape) for h in hidden)]
@@ -181,7 +255,7 @@ def _(
 
 
 def _save_rnn(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    mode, x, batch_sizes, hidden, weights, *layout = inputs
+    mode, x, batch_sizes, hidden, weights, *layout, _ = inputs
     ctx.save_for_backward(x, *hidden, *weights, *(() if batch_sizes is None else (batch_sizes,)))
     ctx.given = mode, len(hidden), len(weights), layout
     ctx.set_materialize_grads(False)
@@ -195,7 +269,7 @@ def _rnn_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     needed = [need_x, *need_hidden, *need_weights]
     made = iter(rnn_layer_backward(grads, mode, x, batch_sizes, hidden, weights, *layout, needed))
     found = [next(made) if need else None for need in needed]
-    return None, found[0], None, found[1 : states + 1], found[states + 1 :], None, None
+    return None, found[0], None, found[1 : states + 1], found[states + 1 :], None, None, None
 
 
 rnn_layer.register_autograd(_rnn_gradients, setup_context=_save_rnn)
