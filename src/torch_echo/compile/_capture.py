@@ -198,10 +198,11 @@ class _Walk:
     def _save(self, reads: list[int], start: int, end: int) -> None:
         """Backward reads these values."""
         graph = self.graph
+        before = max(start - 1, 2 * self.boundary)  # what is rebuilt is so before the reader makes its own
         for v in reads:
             if graph.values[v].producer >= 0:
                 layer = graph.storages[graph.values[v].storage].layer
-                graph.saves.append(Save(v, 2 * self.boundary, start, end, len(graph.ops) - 1, layer))
+                graph.saves.append(Save(v, 2 * self.boundary, before, end, len(graph.ops) - 1, layer))
 
     def _op(self, node: fx.Node, layer: str, phase: Phase, start: int, end: int, reads: list[int]) -> Op:
         name = compat.node_name(node)
