@@ -609,6 +609,17 @@ def layer_of(node: fx.Node) -> str:
     return _PATH_NOISE.sub("", path).strip(".")
 
 
+def bfloat16_by_onednn() -> bool:
+    """Has this CPU what oneDNN needs for bfloat16?"""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def flat_weights(module: torch.nn.RNNBase) -> Any:
+    """The weights of a recurrent module in the order in which its kernels take them, up to date."""
+    module._update_flat_weights()
+    return module._flat_weights
+
+
 def unknown_size(like: torch.Tensor, likely: Any) -> Any:
     """A new symbol for a size that depends on data; estimates take it to be as `likely`. `like`: any fake tensor."""
     from torch._library.fake_impl import allocate_size

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_echo import compat
+
 __all__ = ["backward", "forward", "pack", "reserve_bytes", "unpack", "usable"]
 
 aten = torch.ops.aten
@@ -120,9 +122,7 @@ def usable(dtype: torch.dtype, inputs: int, hidden: int) -> bool:
     """Does eager PyTorch go to oneDNN for an LSTM layer of these sizes on a CPU, and is its workspace as we think?"""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
-    by_onednn = dtype is torch.float32 or (
-        dtype is torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    by_onednn = dtype is torch.float32 or (dtype is torch.bfloat16 and compat.bfloat16_by_onednn())
     return by_onednn and all(_as_thought(dtype, inputs, hidden, reverse) for reverse in (False, True))
 
 

@@ -153,7 +153,6 @@ def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
     """As that of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``."""
     if not isinstance(input, PackedSequence):
         return FORWARD[self.mode](self, input, hx)
-    self._update_flat_weights()
     data, batch_sizes, order, back = input
     several = self.mode == "LSTM"
     if hx is None:
@@ -162,7 +161,7 @@ def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
         hidden = [data.new_zeros(count, _width(input), size) for size in sizes]
     else:
         hidden = [_permuted(h, order) for h in (hx if several else (hx,))]
-    weights: Any = self._flat_weights
+    weights = compat.flat_weights(self)
     options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
     y, *last = step_by_step(self.mode, data, batch_sizes, hidden, weights, *options)
     made = _of_width(PackedSequence(y, batch_sizes, order, back), hidden[0].shape[1])
