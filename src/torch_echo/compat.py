@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +306,14 @@ def _keys_above_kernels() -> Any:
 _ABOVE_KERNELS = _keys_above_kernels()
 
 
+@contextlib.contextmanager
+def without_tracing() -> Iterator[None]:
+    """No dispatch modes on this thread's stack (autograd asks whether there are any, though they are not called), and no ops in
+    Python instead of those in C++."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
 class below_autograd:
     """Context: run ops as they ran when the tape saw them, below autograd, autocast, dispatch modes and hooks.
 
@@ -324,6 +332,25 @@ class below_autograd:
     def __exit__(self, *error: object) -> None:
         self._guard.__exit__(*error)
         torch._C._set_grad_enabled(self._grad)
+
+
+def _autograd_keys() -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in ("Other", "CPU", "CUDA", "Functionality"):
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{name}"))
+    return keys
+
+
+_AUTOGRAD = _autograd_keys()
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """Within a kernel: record what runs for a backward pass, as outside of it."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad():
+        yield
 
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
@@ -611,6 +638,27 @@ def layer_of(node: fx.Node) -> str:
     return _PATH_NOISE.sub("", path).strip(".")
 
 
+def bfloat16_by_onednn() -> bool:
+    """Has this CPU what oneDNN needs for bfloat16?"""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def flat_weights(module: torch.nn.RNNBase) -> Any:
+    """The weights of a recurrent module in the order in which its kernels take them, up to date."""
+    module._update_flat_weights()
+    return module._flat_weights
+
+
+def unknown_size(like: torch.Tensor, likely: Any) -> Any:
+    """A new symbol for a size that depends on data; estimates take it to be as `likely`. `like`: any fake tensor."""
+    from torch._library.fake_impl import allocate_size
+
+    shapes: Any = like.fake_mode.shape_env  # type: ignore[attr-defined]
+    size: Any = allocate_size(shapes)
+    shapes.var_to_hint_override[size.node.expr] = size_hint(likely)
+    return size
+
+
 _PATH_NOISE = re.compile(r"^L\['\w+'\]|\._modules|\['|'\]|\[\"|\"\]|_orig_mod")
 
 
@@ -698,6 +746,53 @@ def passing(error: Exception) -> Exception:
             return error
 
     return Passing(str(error), first_useful_frame=None)
+
+
+def substitute(
+    functions: Mapping[Any, Callable[..., Any]],
+    handled: Callable[[torch.nn.Module], bool],
+    backends: Collection[Any],
+) -> None:
+    """Where one of `backends` compiles, have Dynamo trace other functions in place of those of PyTorch's that are the keys, and
+    take in recurrent modules, which it refuses otherwise, if they are `handled`. For other backends nothing changes.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def ours(tx: Any) -> bool:
+        backend: Any = innermost_backend(tx.output.compiler_fn)
+        return getattr(backend, "compiler_fn", backend) in backends  # as torch.compile wraps it, or as it is
+
+    known: dict[int, tuple[Any, Any]] = {id(f): (f, other) for f, other in functions.items()}  # not all can be hashed
+    wrap_module = VariableBuilder.wrap_module
+
+    @functools.wraps(wrap_module)
+    def wrap(self: Any, value: Any) -> Any:
+        if not handled(value) or not ours(self.tx):
+            return wrap_module(self, value)
+        with config.patch(allow_rnn=True):
+            return wrap_module(self, value)
+
+    def redirect(variable: Any, attribute: str) -> None:
+        original = variable.call_function
+
+        @functools.wraps(original)
+        def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            _, other = known.get(id(getattr(self, attribute)), (None, None))
+            if other is not None and ours(tx):
+                given = [*self.self_args(), *args] if isinstance(self, UserFunctionVariable) else args
+                return UserFunctionVariable(other).call_function(tx, given, kwargs)
+            return original(self, tx, args, kwargs)
+
+        variable.call_function = call
+
+    VariableBuilder.wrap_module = wrap  # type: ignore[method-assign]
+    redirect(TorchInGraphFunctionVariable, "value")
+    redirect(SkipFunctionVariable, "value")
+    redirect(UserFunctionVariable, "fn")
 
 
 def inductor(

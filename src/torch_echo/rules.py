@@ -1,7 +1,8 @@
 """What must be known about an op before it may be re-run.
 
 Schemas do not tell the whole truth: batch norms change their running statistics and declare nothing, creation ops read only
-the shape of their argument. The tables here say so, op by op; everything outside ``aten`` is never re-run.
+the shape of their argument. The tables here say so, op by op; everything outside ``aten`` and our own recurrent layers is never
+re-run.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _make(func: Any) -> Rule:
     name, overload = compat.op_name(func)
     mutates = compat.mutated_arguments(func)
     undeclared = _UNDECLARED_WRITES.get(name, ())
-    keep = not name.startswith("aten::") or name in _NEVER or name in _SILENT
+    keep = not name.startswith(("aten::", "torch_echo::")) or name in _NEVER or name in _SILENT
     return Rule(
         name=name,
         mutates=tuple(dict.fromkeys((*mutates, *undeclared))),

@@ -107,3 +107,42 @@ def test_what_is_compiled_already_is_left_alone(script: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert "it is compiled already" in found.stderr
     assert "compiled graph" not in found.stderr
+
+
+def test_recurrent_layers_over_many_lengths(script: Path) -> None:
+    text = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24)
+        self.first, self.last = nn.LSTM(24, 24, 2, dropout=0.2), nn.GRU(24, 24)
+        self.out = nn.Linear(24, 50)
+
+    def forward(self, x):
+        return self.out(self.last(self.first(self.embedding(x))[0])[0])
+
+
+net = Net()
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for length in (9, 14, 5, 21, 12, 30):
+    x = torch.randint(50, (length + 1, 4))
+    loss = nn.functional.cross_entropy(net(x[:-1]).flatten(0, 1), x[1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+print(type(net.first).__name__, sum(p.double().sum().item() for p in net.parameters()), torch.rand(1).item())
+"""
+    script.write_text(text)
+    found = run(script, "--engine", "compile", "--max-overhead", "0.3")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == run(script).stdout
+    assert "6 training steps" in found.stderr
+    assert "2 compiled graphs" in found.stderr

@@ -16,6 +16,7 @@ from torch_echo.compile._share import Shared
 from torch_echo.errors import OptionError, TorchEchoError
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
+from torch_echo.recurrent import SUBSTITUTES, handled
 
 __all__ = ["echo", "echo_eager", "sharing"]
 
@@ -97,3 +98,6 @@ def parse(given: dict[str, Any] | None) -> Options:
     if unknown:
         raise OptionError(f"options {sorted(unknown)}: must be among {sorted(known)}")
     return Options(**(given or {}))
+
+
+compat.substitute(SUBSTITUTES, handled, (echo, echo_eager))

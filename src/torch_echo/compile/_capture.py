@@ -24,6 +24,9 @@ from torch_echo.rules import nondeterministic_on, rule_of
 
 __all__ = ["Capture", "capture", "is_alias", "tensors_of"]
 
+_RERUN = ("aten", "torch_echo")
+"""Namespaces of ops that may be re-run."""
+
 
 @dataclass
 class Capture:
@@ -216,10 +219,11 @@ class _Walk:
     def _save(self, reads: list[int], start: int, end: int) -> None:
         """Backward reads these values."""
         graph = self.graph
+        before = max(start - 1, 2 * self.boundary)  # what is rebuilt is so before the reader makes its own
         for v in reads:
             if graph.values[v].producer >= 0:
                 layer = graph.storages[graph.values[v].storage].layer
-                graph.saves.append(Save(v, 2 * self.boundary, start, end, len(graph.ops) - 1, layer))
+                graph.saves.append(Save(v, 2 * self.boundary, before, end, len(graph.ops) - 1, layer))
 
     def _op(self, node: fx.Node, layer: str, phase: Phase, start: int, end: int, reads: list[int]) -> Op:
         name = compat.node_name(node)
@@ -251,10 +255,14 @@ class _Walk:
 
     def _traits(self, node: fx.Node, tensors: list[torch.Tensor]) -> Trait:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return Trait.KEEP
         rule = rule_of(target)
-        if nondeterministic_on(rule, tensors[0].device.type) or any(t.layout is not torch.strided for t in tensors):
+        if (
+            target.namespace not in _RERUN
+            or nondeterministic_on(rule, tensors[0].device.type)
+            or any(t.layout is not torch.strided for t in tensors)
+        ):
             return Trait.KEEP
         if rule.random and self.found.region:  # PyTorch replays random numbers in whole graphs only
             return Trait.KEEP

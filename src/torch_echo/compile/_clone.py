@@ -41,7 +41,7 @@ class _Cloner:
         self.steps: dict[int, list[Step]] = {}
         """By position of the node before which they run."""
         for step in steps:
-            self.steps.setdefault(step.tick // 2, []).append(step)
+            self.steps.setdefault((step.tick + 1) // 2, []).append(step)
         self.lasting: dict[fx.Node, fx.Node] = {}
         """What backward reads in place of a node of the forward part."""
         self.passing: dict[fx.Node, fx.Node] = {}

@@ -127,11 +127,11 @@ def _returns_written(func: Any) -> bool:
 def _result(func: Any, spec: OpSpec) -> Any:
     """Description of what a call returns; None where its sizes depend on data or the op cannot say."""
     try:
-        args = [_meta(node) for node in spec.args]
-        kwargs = {name: _meta(node) for name, node in spec.kwargs}
-        if "device" in {a.name for a in func._schema.arguments} and "device" not in kwargs:
-            kwargs["device"] = torch.device("meta")
-        with below_autograd():
+        with below_autograd():  # and below the modes that trace
+            args = [_meta(node) for node in spec.args]
+            kwargs = {name: _meta(node) for name, node in spec.kwargs}
+            if "device" in {a.name for a in func._schema.arguments} and "device" not in kwargs:
+                kwargs["device"] = torch.device("meta")
             result = func(*args, **kwargs)
         return spec_of(func, [result]).args[0]
     except Exception:
@@ -191,7 +191,7 @@ def _rnn_layer(x: Any, w_input: Any, w_hidden: Any, *_: Any) -> float:
     return float(2 * math.prod(x[:-1]) * (math.prod(w_input) + math.prod(w_hidden)))
 
 
-def _recurrent(x: Any, _state: Any, weights: Any, *_: Any) -> float:
+def _rnn_layers(x: Any, weights: Any) -> float:
     return float(2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) > 1))
 
 
@@ -205,10 +205,13 @@ _FORMULAS: dict[str, Callable[..., float]] = {
     "addbmm": lambda _b, a, w: 2.0 * math.prod(a) * w[-1],
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "gru": _recurrent,
-    "lstm": _recurrent,
-    "rnn_tanh": _recurrent,
-    "rnn_relu": _recurrent,
+    **dict.fromkeys(("gru", "lstm", "rnn_tanh", "rnn_relu"), lambda x, _s, weights, *_: _rnn_layers(x, weights)),
     "mkldnn_rnn_layer": _rnn_layer,
     "mkldnn_rnn_layer_backward": lambda x, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
+    "torch_echo.lstm_layer.default": lambda x, _h, _c, w1, w2, *_: _rnn_layer(x, w1, w2),
+    "torch_echo.lstm_layer_backward.default": lambda _y, _hy, _cy, x, _h, _c, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
+    "torch_echo.gru_layer.default": lambda x, _h, w1, w2, *_: _rnn_layer(x, w1, w2),
+    "torch_echo.gru_layer_backward.default": lambda _y, _hy, x, _h, w1, w2, *_: 2.0 * _rnn_layer(x, w1, w2),
+    "torch_echo.rnn_layer.default": lambda _m, x, _b, _h, weights, *_: _rnn_layers(x, weights),
+    "torch_echo.rnn_layer_backward.default": lambda _g, _m, x, _b, _h, weights, *_: 3.0 * _rnn_layers(x, weights),
 }

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from torch_echo.compat import below_autograd
+from torch_echo.compat import below_autograd, without_tracing
 from torch_echo.cost._cache import CostCache
 from torch_echo.cost._flops import is_view, work_of, written
 from torch_echo.cost._spec import OpSpec, materialize
@@ -48,7 +48,7 @@ _SLACK = 1 << 18
 _MMAP_THRESHOLD_MAX = 31 << 20
 """Largest block that glibc's allocator may come to serve from its heap instead of from fresh pages."""
 
-_SAFE_NAMESPACES = frozenset(["aten", "prims", "torchvision", "mkldnn", "mkl", "quantized"])
+_SAFE_NAMESPACES = frozenset(["aten", "prims", "torchvision", "mkldnn", "mkl", "quantized", "torch_echo"])
 """Ops that may be run on made-up data. A collective would wait for other processes; a user's op may do anything."""
 
 
@@ -277,7 +277,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        with warnings.catch_warnings(), below_autograd():
+        with warnings.catch_warnings(), without_tracing(), below_autograd():
             warnings.simplefilter("ignore")
             yield
     finally:

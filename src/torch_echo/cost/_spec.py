@@ -251,21 +251,22 @@ def materialize(spec: OpSpec, generator: torch.Generator) -> tuple[list[Any], di
     from `generator`.
     """
     bounds = _index_bounds(spec)
-    ones = spec.op.removeprefix("aten.").partition(".")[0].rstrip("_") in _INTEGER_DIVISIONS
-    args = [_make(node, generator, bounds.get(i), ones) for i, node in enumerate(spec.args)]
-    return args, {name: _make(node, generator, None, ones) for name, node in spec.kwargs}
+    fill = int(spec.op.removeprefix("aten.").partition(".")[0].rstrip("_") in _INTEGER_DIVISIONS)
+    lengths = _lengths(spec)
+    args = [_make(node, generator, bounds.get(i), lengths.get(i, fill)) for i, node in enumerate(spec.args)]
+    return args, {name: _make(node, generator, None, fill) for name, node in spec.kwargs}
 
 
-def _make(node: Node, generator: torch.Generator, bound: Any, ones: bool) -> Any:
+def _make(node: Node, generator: torch.Generator, bound: Any, fill: int) -> Any:
     if type(node) is TensorSpec:
-        return _make_tensor(node, generator, bound if isinstance(bound, int) else 1, ones)
+        return _make_tensor(node, generator, bound if isinstance(bound, int) else 1, fill)
     if type(node) is tuple:
         bounds = bound if isinstance(bound, list) and len(bound) == len(node) else [None] * len(node)
-        return [_make(item, generator, b, ones) for item, b in zip(node, bounds, strict=True)]
+        return [_make(item, generator, b, fill) for item, b in zip(node, bounds, strict=True)]
     return decode(node)
 
 
-def _make_tensor(spec: TensorSpec, generator: torch.Generator, bound: int, ones: bool) -> torch.Tensor:
+def _make_tensor(spec: TensorSpec, generator: torch.Generator, bound: int, fill: int) -> torch.Tensor:
     if spec.layout != "strided":
         raise SpecError(f"a tensor of layout or type {spec.layout} cannot be made up")
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -279,7 +280,7 @@ def _make_tensor(spec: TensorSpec, generator: torch.Generator, bound: int, ones:
     elif bound > 1:
         pattern = torch.randint(0, bound, (m,), generator=generator, device=generator.device)
     else:
-        pattern = torch.full((m,), int(ones), device=generator.device, dtype=torch.int64)
+        pattern = torch.full((m,), fill, device=generator.device, dtype=torch.int64)
     pattern = pattern.to(device=spec.device, dtype=dtype)
     if m:
         whole = n // m * m
@@ -295,6 +296,24 @@ _INDEX_ALONG_DIM = frozenset(
     ["gather", "index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_",
      "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"]
 )  # fmt: skip
+
+
+def _lengths(spec: OpSpec) -> dict[int, int]:
+    """For argument positions that hold lengths of sequences, or how many there are of each time: sequences of equal length."""
+    known = _LENGTHS.get(spec.op)
+    if known is None or spec.args[known[0]] is None:
+        return {}
+    return {known[0]: known[1](*spec.args)}
+
+
+_LENGTHS: dict[str, tuple[int, Callable[..., int]]] = {
+    "torch_echo.pack.default": (1, lambda x, _: x.shape[0]),
+    "torch_echo.pack_backward.default": (2, lambda grad, _, sizes: grad.shape[0] // sizes.shape[0]),
+    "torch_echo.pad.default": (1, lambda data, sizes, *_: data.shape[0] // sizes.shape[0]),
+    "torch_echo.pad_backward.default": (1, lambda _, sizes, rows: rows // sizes.shape[0]),
+    "torch_echo.rnn_layer.default": (2, lambda _, x, sizes, *rest: x.shape[0] // sizes.shape[0]),
+    "torch_echo.rnn_layer_backward.default": (3, lambda _, mode, x, sizes, *rest: x.shape[0] // sizes.shape[0]),
+}
 
 
 def _index_bounds(spec: OpSpec) -> dict[int, Any]:
