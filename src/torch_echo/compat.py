@@ -47,7 +47,6 @@ __all__ = [
     "storage_key",
     "version_token",
     "top_hooks",
-    "with_autograd",
 ]
 
 CPU = torch.device("cpu")
@@ -346,7 +345,8 @@ _AUTOGRAD = _autograd_keys()
 
 @contextlib.contextmanager
 def above_autograd() -> Iterator[None]:
-    """Within a kernel: record what runs for a backward pass, as outside of it."""
+    """Within a kernel, or :class:`below_autograd`: autograd records what runs, as outside of it. Autocast and dispatch modes stay
+    off."""
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad():
@@ -355,29 +355,6 @@ def above_autograd() -> Iterator[None]:
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """A view with the negative bit set."""
-
-
-def _autograd_keys() -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        keys = torch._C._dispatch_tls_local_exclude_set()
-    return keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
-_AUTOGRAD = _autograd_keys() - torch._C._dispatch_tls_local_exclude_set()
-
-
-class with_autograd:
-    """Context within :class:`below_autograd`: autograd records again what runs. Autocast and dispatch modes stay off."""
-
-    __slots__ = ("_guard",)
-
-    def __enter__(self) -> None:
-        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        self._guard = torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD)
-        self._guard.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._guard.__exit__(*error)
 
 
 RECURRENT = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])

@@ -228,7 +228,7 @@ class LayerRecipe(Recipe):
                 return compat.alias(a).requires_grad_(next(flags))
             return [argument(b) for b in a] if type(a) is list else a
 
-        with compat.with_autograd():
+        with compat.above_autograd():
             args = tuple([argument(a) for a in args])
             compat.push_hooks(pack, _unread)
             try:
