@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -728,10 +728,11 @@ def passing(error: Exception) -> Exception:
 def substitute(
     functions: Mapping[Any, Callable[..., Any]],
     handled: Callable[[torch.nn.Module], bool],
-    backends: Collection[Any],
+    for_backend: Callable[[Any], bool],
 ) -> None:
-    """Where one of `backends` compiles, have Dynamo trace other functions in place of those of PyTorch's that are the keys, and
-    take in recurrent modules, which it refuses otherwise, if they are `handled`. For other backends nothing changes.
+    """Where a backend compiles for which `for_backend` is true, have Dynamo trace other functions in place of those of PyTorch's
+    that are the keys, and take in recurrent modules, which it refuses otherwise, if they are `handled`. For others nothing
+    changes.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import innermost_backend
@@ -741,7 +742,7 @@ def substitute(
 
     def ours(tx: Any) -> bool:
         backend: Any = innermost_backend(tx.output.compiler_fn)
-        return getattr(backend, "compiler_fn", backend) in backends  # as torch.compile wraps it, or as it is
+        return for_backend(getattr(backend, "compiler_fn", backend))  # as torch.compile wraps it, or as it is
 
     known: dict[int, tuple[Any, Any]] = {id(f): (f, other) for f, other in functions.items()}  # not all can be hashed
     wrap_module = VariableBuilder.wrap_module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import shutil
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from torch_echo import compat
-from torch_echo.compile import plans
+from torch_echo.compile import echo_eager, plans
 from torch_echo.recurrent import _onednn
 
 DEEP = {"max_overhead": 100.0, "cost": "analytic"}
@@ -328,6 +329,14 @@ class TestGraphs:
         kept = peak(torch.compile(model, backend="echo_eager", options={"max_overhead": 0.0}))
         torch._dynamo.reset()
         assert peak(torch.compile(model, backend="echo_eager", options=DEEP)) < kept < 0.9 * eager
+
+
+def test_backends_with_options_given() -> None:
+    """A backend is ours too as a partial function, as trainers are given one."""
+    (x,) = batches(5)[0]
+    backend = functools.partial(echo_eager, options={"max_overhead": 0.3})
+    torch.compile(nn.Sequential(nn.LSTM(8, 16)), backend=backend, fullgraph=True)(x)[0].sum().backward()
+    assert len(plans) == 1
 
 
 class TestOtherBackends:
