@@ -13,7 +13,7 @@
 from torch_echo.cost._analytic import AnalyticCost
 from torch_echo.cost._cache import CostCache, cache_folder, device_key
 from torch_echo.cost._flops import Work, is_view, work_of
-from torch_echo.cost._measured import MeasuredCost, measure
+from torch_echo.cost._measured import MeasuredCost, clock, measure
 from torch_echo.cost._model import COST_MODELS, CostModel, get_cost_model
 from torch_echo.cost._spec import Literal, OpSpec, SpecError, TensorSpec, materialize, spec_of
 from torch_echo.cost._workspace import Workspaces
@@ -31,6 +31,7 @@ __all__ = [
     "Work",
     "Workspaces",
     "cache_folder",
+    "clock",
     "device_key",
     "get_cost_model",
     "is_view",

@@ -28,7 +28,7 @@ from torch_echo.cost._cache import CostCache
 from torch_echo.cost._flops import is_view, work_of, written
 from torch_echo.cost._spec import OpSpec, materialize
 
-__all__ = ["MeasuredCost", "Remembered", "measure", "scrubber", "undisturbed"]
+__all__ = ["MeasuredCost", "Remembered", "clock", "measure", "scrubber", "undisturbed"]
 
 logger = logging.getLogger("torch_echo.cost")
 
@@ -164,6 +164,13 @@ def _free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def clock(device: torch.device) -> Callable[[], float]:
+    """What ops and steps on `device` are timed by, in seconds. Where a CPU runs them on one thread, it is that thread's own time:
+    what other programs do on the machine meanwhile does not count."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
 def scrubber(device: torch.device) -> torch.Tensor:
     """Memory to write before each run. Making it takes longer than many a measurement: hand it from one to the next."""
     with below_autograd():
@@ -191,11 +198,12 @@ def measure(
         scrub = scrubber(device) if scrub is None else scrub
         timed = _timed_cuda if device.type == "cuda" else _timed_cpu
 
-        began = time.perf_counter()
+        began, now = time.perf_counter(), clock(device)
+        start = now()
         result = func(*args, **kwargs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        first = time.perf_counter() - began
+        first = now() - start
         made = _nbytes(result)
         del result
         if device.type == "cpu":
@@ -241,9 +249,10 @@ def _nbytes(result: Any) -> list[int]:
 
 
 def _timed_cpu(func: Any, args: list[Any], kwargs: dict[str, Any], device: torch.device) -> float:
-    start = time.perf_counter()
+    now = clock(device)
+    start = now()
     func(*args, **kwargs)  # what it returns is released here, within the time
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _timed_cuda(func: Any, args: list[Any], kwargs: dict[str, Any], device: torch.device) -> float:

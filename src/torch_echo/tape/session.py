@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
-from torch_echo.cost import get_cost_model
+from torch_echo.cost import clock, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError, UnsupportedDevice
 from torch_echo.footprint import replay
 from torch_echo.graph import Kind, TrainingGraph
@@ -152,6 +152,7 @@ class Session:
         self._meter: PeakMeter | None = None
         self._backward_seen = False
         self._records = 0
+        self._clock: Callable[[], float] = perf_counter
         self._begun = 0.0
         self._plain_seconds: dict[tuple[RootCall, ...], float] = {}
         """Least time that forward and backward took without profiler and plan, by the calls of the iteration."""
@@ -380,7 +381,8 @@ class Session:
             self._close_script()
             self._next_iteration(call, free)
         if not self._calls:
-            self._begun = perf_counter()
+            self._clock = clock(self.device or torch.device("cpu"))
+            self._begun = self._clock()
         self._calls.append(call)
 
     # --- iterations --------------------------------------------------------------------------------------------------
@@ -634,7 +636,7 @@ class Session:
             self._recorder.mark("done")
         elif self.phase is Phase.WAIT and self._calls:
             calls = tuple(self._calls)
-            taken = perf_counter() - self._begun
+            taken = self._clock() - self._begun
             self._plain_seconds[calls] = min(taken, self._plain_seconds.get(calls, math.inf))
         self.lower(state)
 
