@@ -279,6 +279,13 @@ class TensorMode(torch.utils._python_dispatch.TorchDispatchMode):
         return True
 
 
+@contextlib.contextmanager
+def alone(mode: TensorMode) -> Iterator[None]:
+    """Under one dispatch mode, and none of those that are on."""
+    with torch.utils._python_dispatch._disable_current_modes(), mode:
+        yield
+
+
 class FunctionMode(torch.overrides.TorchFunctionMode):
     """Base of torch-echo's function modes."""
 

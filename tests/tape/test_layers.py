@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+from torch_echo import compat
 from torch_echo.graph import Phase, TrainingGraph, Trait
 from torch_echo.options import Options
 from torch_echo.tape import _layer
+from torch_echo.tape.session import Phase as Stage
 from torch_echo.tape.session import Session
 
 from .harness import (
@@ -154,6 +157,43 @@ def test_longer_than_planned() -> None:
                 if b.grad is not None
             )
         assert session.plan is not None
+
+
+def test_longer_sequences_are_spared_memory_too() -> None:
+    """All of what is inside a layer is dropped, however many steps it has."""
+    held = {}
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Net(lambda: nn.GRU(WIDTH, 16), None, False, torch.float32)
+        with forced(model, everything if planned else nothing) as session:
+            for _ in range(4):
+                model(torch.randn(STEPS, BATCH, WIDTH)).backward()
+            session.phase = Stage.STEADY
+            profile = compat.MemoryProfile()
+            profile.start()
+            loss = model(torch.randn(20 * STEPS, BATCH, WIDTH))
+            profile.stop()
+            held[planned] = sum(e.nbytes for e in profile.events(torch.device("cpu"))[0])
+            loss.backward()
+    assert held[True] < 0.2 * held[False]
+
+
+def test_the_question_is_nobody_elses() -> None:
+    """To ask how PyTorch runs a layer, a step of it is run, which modes of the script's must not see."""
+    counts = []
+    for taped in (False, True):
+        model = Net(lambda: nn.GRU(WIDTH, 16), None, False, torch.float32)
+        session = Session(Options(cost="analytic"))
+        if taped:
+            session.watch(model)
+        try:
+            for _ in range(3):
+                with FlopCounterMode(display=False) as flops:
+                    model(torch.randn(STEPS, BATCH, WIDTH)).backward()
+            counts.append(flops.get_total_flops())
+        finally:
+            session.close()
+    assert counts[0] == counts[1]
 
 
 def test_twice_in_a_step_and_twice_backward() -> None:

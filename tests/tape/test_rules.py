@@ -1633,3 +1633,29 @@ class TestErrors:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             compare(CASES["frozen"])
+
+
+class TestParametersWrittenInForward:
+    """A parameter is a tensor like another: what a recipe reads of it is copied before the script overwrites it."""
+
+    def test_decay(self) -> None:
+        class Decayed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(64, 64)
+                self.shift = nn.Parameter(torch.ones(64), requires_grad=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                result = (self.linear(x) - self.shift).sin().square().sum()
+                with torch.no_grad():
+                    self.shift.mul_(1.01)
+                return result
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.randn(10, 64))
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        compare(Case(Decayed, step), everything)

@@ -128,9 +128,8 @@ class _Planner:
     def run(self, joint: fx.GraphModule, gradients: tuple[int, int]) -> _Planned:
         """`gradients`: bytes of those of parameters and of other inputs."""
         found = self._capture(joint)
-        if (
-            found.region
-        ):  # planned by itself, without a budget: what is left of it when others are planned is not known yet
+        if found.region:
+            # Planned by itself, without a budget: what is left of it when others are planned is not known yet.
             self.budget, self.shared = None, None
         first = self._among_others(joint, found, gradients) if self.shared else None
         best = first = first or self._as_it_is(joint, found)

@@ -226,9 +226,8 @@ def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, co
         writes.append(len(graph.values))
         graph.values.append(Value(block, 0, index))
     for s in call.inside or ():
-        walk.died[s] = (
-            op.end
-        )  # nobody but autograd holds it then; how much sooner the kernels let go of it is not known
+        # Nobody but autograd holds it then; how much sooner the kernels let go of it is not known.
+        walk.died[s] = op.end
     for s in call.mutated:
         old = _value(walk, recorder, s)
         graph.values[old].keepable = False

@@ -86,7 +86,8 @@ class _Sites:
             if op.phase is Phase.FORWARD:
                 call = op.layer, op.call
                 for s in storages_of(op):
-                    made.setdefault(s, (op.site, op.turn))
+                    if graph.storages[s].alloc >= op.start:
+                        made.setdefault(s, (op.site, op.turn))
                 self.ops[op.site, op.turn] += 1
                 self.ops_of[call] += 1
                 if op.site < 0:
@@ -213,7 +214,7 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
     calls: dict[str, int] = {}
     for op in graph.ops:
         if op.phase is Phase.FORWARD:
-            mask = sum(1 << j for j, v in enumerate(op.writes) if v in dropped)
+            mask = _mask(graph, op, dropped)
             masks.setdefault(op.cls, {}).setdefault(op.call, []).append(mask)
             turns.setdefault(op.cls, {}).setdefault(op.call, []).append(op.turn)
             calls[op.layer] = max(calls.get(op.layer, 0), op.call + 1)
@@ -266,6 +267,16 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
         hooks = any(needs[call].hooks for call in needs if call[0] == layer)
         after[layer] = Table(later, layer in sites, hooks, everywhere, bool(layer))
     return Installed(tables, after)
+
+
+def _mask(graph: TrainingGraph, op: Op, dropped: Collection[int]) -> int:
+    """Which of its values an op drops, a bit each. Of a composite op, inside which are more values the more steps there are: bit 0
+    for what is inside, then its outputs."""
+    values: list[int] = list(op.writes)
+    if op.traits & Trait.COMPOSITE:
+        inside = graph.inside(op)
+        values = [*(inside[:1] or [-1]), *(w for w in op.writes if w not in inside)]
+    return sum(1 << j for j, v in enumerate(values) if v in dropped)
 
 
 def install_plan(

@@ -111,11 +111,8 @@ def stepwise(func: Any, args: tuple[Any, ...]) -> bool:
         # Sequences of one length are no different from a tensor to oneDNN: first and last step tell.
         ends = call.sizes[[0, -1]]
         first = call._replace(x=call.x[: int(ends.sum())], sizes=ends, dropout=0.0)
-    compat.dispatch_modes.push(probe)
-    try:
+    with compat.alone(probe):
         func(*first.args())
-    finally:
-        compat.dispatch_modes.pop()
     return not probe.fused
 
 
@@ -125,8 +122,8 @@ def long(args: tuple[Any, ...]) -> bool:
 
 
 def in_layers(func: Any, args: tuple[Any, ...], run: LayerRun, stretches: bool) -> tuple[torch.Tensor, ...]:
-    """The call ``func(*args)``, layer after layer, each through `run`. Kernels and random draws are those of the whole call; with
-    `stretches`, long layers go through `run` several times."""
+    """The call ``func(*args)``, layer after layer, each through `run`. Kernels and random draws are those of the whole call (on a
+    CPU; cuDNN's are not taken apart); with `stretches`, long layers go through `run` several times."""
     call = _Call.of(args)
     stretches = stretches and call.stretched
     if call.layers == 1 and not stretches:

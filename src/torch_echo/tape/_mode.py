@@ -81,7 +81,7 @@ class Table:
     hooks are on throughout. `gate`: was there one in the recorded step? The places of ops are told by it.
     """
 
-    __slots__ = ("doors", "funcs", "gate", "hooks", "mode", "other", "sites")
+    __slots__ = ("doors", "funcs", "gate", "hooks", "layers", "mode", "other", "sites")
 
     def __init__(
         self,
@@ -93,6 +93,8 @@ class Table:
     ) -> None:
         self.sites = sites
         self.funcs = frozenset(site[0] for site in sites)
+        # Sites of one kernel are as long as the place; those of layers, and of the dropout between them, are longer.
+        self.layers = frozenset(site[1:4] for site in sites if len(site) > 4)
         self.gate = gate and (mode or hooks)
         self.mode = mode and doors is None
         self.hooks = hooks and doors is None
@@ -162,7 +164,8 @@ class Dropped:
 
 
 class _LayerSaves:
-    """What autograd saves while a layer runs as one op."""
+    """What autograd saves while a layer runs as one op. `mask`: what is inside the layer is dropped (bit 0), and so is output k
+    (bit k + 1)."""
 
     def __init__(self, tape: Tape, recipe: LayerRecipe, mask: int, given: set[int]) -> None:
         self.tape = tape
@@ -172,14 +175,15 @@ class _LayerSaves:
         """Storages of the arguments."""
         self.numbers: dict[int, int] = {}
 
-    def slot_of(self, tensor: torch.Tensor, order: list[int]) -> Slot | None:
+    def slot_of(self, tensor: torch.Tensor, order: list[int], bit: int) -> Slot | None:
         """The slot of a value that the layer makes, if it is dropped. Its number goes to `order`."""
         recipe = self.recipe
         assert recipe is not None
         key = compat.storage_key(tensor)
+        known = key in self.numbers
         j = -1 if key in self.given else self.numbers.setdefault(key, len(self.numbers))
         order.append(j)
-        if j < 0 or not self.mask >> j & 1:
+        if j < 0 or not self.mask >> (0 if known else bit) & 1:
             return None
         ref = recipe.outputs.get(j)
         slot = ref() if ref is not None else None
@@ -191,7 +195,7 @@ class _LayerSaves:
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook for a tensor that autograd saves."""
         assert self.recipe is not None
-        slot = self.slot_of(tensor, self.recipe.saves)
+        slot = self.slot_of(tensor, self.recipe.saves, 0)
         return self.tape.pack(tensor) if slot is None else Dropped(tensor, slot)
 
 
@@ -377,9 +381,9 @@ class Tape(Stackable):
 
     def takes_apart(self, func: Any, args: tuple[Any, ...]) -> bool:
         """See :class:`Stackable`."""
-        # Sites of one kernel are as long as the place; those of layers, and of the dropout between them, are longer.
-        planned = any(site[1:4] == self.place and len(site) > 4 for site in self.table.sites)
-        return planned and self.saves_here() and not torch.is_autocast_enabled(args[0].device.type)
+        return (
+            self.place in self.table.layers and self.saves_here() and not torch.is_autocast_enabled(args[0].device.type)
+        )
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """See :class:`Stackable`."""
@@ -395,8 +399,8 @@ class Tape(Stackable):
         compat.push_hooks(saving.pack, unpack)
         try:
             out: tuple[torch.Tensor, ...] = func(*args)
-            for tensor in out:
-                slot = saving.slot_of(tensor, recipe.results)
+            for k, tensor in enumerate(out):
+                slot = saving.slot_of(tensor, recipe.results, k + 1)
                 if slot is not None:
                     slot.alive = weakref.ref(tensor)
                     self.slots[slot.key] = slot

@@ -271,7 +271,7 @@ class Recorder(Stackable):
         before = {compat.storage_key(t) for _, t in inputs}
         for t in written(rule, args, kwargs, out):
             key = compat.storage_key(t)
-            if key == -1 or type(t) is not torch.Tensor:
+            if key == -1 or type(t) not in (torch.Tensor, torch.nn.Parameter):
                 call.keep = True
             elif key in before:
                 call.mutated.append(self._storage(t))
@@ -312,7 +312,8 @@ class Recorder(Stackable):
         finally:
             self.switch(mode, hooks, self.gate_on)
             self.mark("rebuilt")
-        return self._stepwise or (self.reorder and long(args))
+        # cuDNN's draws its dropout between layers from a state of its own.
+        return self._stepwise or (self.reorder and self.device.type == "cpu" and long(args))
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """See :class:`Stackable`."""
@@ -350,15 +351,10 @@ class Recorder(Stackable):
             self.switch(mode, self.hooks_on, self.gate_on)
         self.mark("end", call)
         call.nodes = compat.sequence_number() - call.sequence
-        inside = dict.fromkeys(call.made)
-        for t in out:
-            index = self._storage(t, new=True)
-            if index not in call.reads:
-                inside.pop(index, None)
-                if index not in call.made:
-                    call.made.append(index)
-            self._watched.append(weakref.ref(t, _Death(self, index)))
-        call.inside = list(inside)
+        outputs = [self._storage(t, new=True) for t in out]
+        self._watched += [weakref.ref(t, _Death(self, index)) for t, index in zip(out, outputs, strict=True)]
+        call.inside = [s for s in call.made if s not in outputs]
+        call.made = [*dict.fromkeys(s for s in outputs if s not in call.reads), *call.inside]
         if self.tape is not None:
             self.touched.update(i for i in (*call.reads, *call.made) if self._touches(i))
         self.calls.append(call)
