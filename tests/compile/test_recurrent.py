@@ -112,6 +112,30 @@ class TestBitEqual:
 
         compare(Given(), [(torch.randn(5, t, 8),) for t in (3, 6)])
 
+    @pytest.mark.parametrize("cell", ["gru", "rnn"])  # eager PyTorch refuses it for oneDNN's LSTM
+    def test_outputs_that_are_written_to(self, cell: str) -> None:
+        class Written(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = CELLS[cell](8, 16, num_layers=2, bidirectional=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.layer(x)[0]
+                return y.mul_(2)
+
+        compare(Written(), batches(5, 7))
+        one = CELLS[cell](8, 16)
+        gradients = []
+        for run in (one, torch.compile(one, backend="echo_eager", options=DEEP)):
+            one.zero_grad()
+            y, _ = run(torch.ones(5, 3, 8))
+            doubled = y * 2
+            with torch.no_grad():
+                y.zero_()
+            doubled.sum().backward()
+            gradients.append([p.grad for p in one.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
     @pytest.mark.parametrize("cell", CELLS)
     def test_unbatched(self, cell: str) -> None:
         compare(CELLS[cell](8, 16, num_layers=2), [(torch.randn(t, 8),) for t in (3, 6)])

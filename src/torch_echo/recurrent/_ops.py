@@ -130,12 +130,11 @@ def gru_layer_backward(
     hx: Tensor,
     w_ih: Tensor,
     w_hh: Tensor,
-    y: Tensor,
     reserve: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, hx, w_ih, w_hh and both biases."""
-    return _gru.backward(grad_y, grad_hy, x, hx, w_ih, w_hh, y, reserve, reverse)
+    return _gru.backward(grad_y, grad_hy, x, hx, w_ih, w_hh, reserve, reverse)
 
 
 @gru_layer_backward.register_fake
@@ -149,7 +148,7 @@ def _(
 
 def _save_gru(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, hx, w_ih, w_hh, bias, reverse, *_ = inputs
-    ctx.save_for_backward(x, hx, w_ih, w_hh, output[0], output[2])
+    ctx.save_for_backward(x, hx, w_ih, w_hh, output[2])  # not the outputs: whoever gets them may write to them
     ctx.layout = len(bias), reverse
     ctx.set_materialize_grads(False)
 
