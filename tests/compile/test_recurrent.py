@@ -137,6 +137,24 @@ class TestBitEqual:
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
     @pytest.mark.parametrize("cell", CELLS)
+    def test_first_call(self, cell: str) -> None:
+        """PyTorch compiles and runs it with other dispatch keys than later calls."""
+
+        class Summed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = CELLS[cell](6, 8, batch_first=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.layer(x.tanh())[0]
+                return y.sigmoid()
+
+        for seed in range(5):
+            torch.manual_seed(seed)
+            torch._dynamo.reset()
+            compare(Summed(), [(torch.randn(4, 10, 6),)])
+
+    @pytest.mark.parametrize("cell", CELLS)
     def test_unbatched(self, cell: str) -> None:
         compare(CELLS[cell](8, 16, num_layers=2), [(torch.randn(t, 8),) for t in (3, 6)])
 

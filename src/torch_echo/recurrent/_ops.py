@@ -111,7 +111,8 @@ def gru_layer(
     differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(outputs, last hidden state, reserve); else as for lstm_layer. `differentiable`: x needs a gradient."""
-    return _gru.forward(_as_given(x, differentiable), hx, w_ih, w_hh, bias, reverse, train)
+    with compat.views_as_usual():
+        return _gru.forward(_as_given(x, differentiable), hx, w_ih, w_hh, bias, reverse, train)
 
 
 @gru_layer.register_fake
@@ -183,9 +184,10 @@ def _run(
     function = _FUNCTIONS[mode]
     state = list(hidden) if mode == "LSTM" else hidden[0]
     options = (list(weights), biases, 1, 0.0, False, bidirectional)
-    if batch_sizes is not None:
-        return tuple(function.data(x, batch_sizes, state, *options))
-    return tuple(function.input(x, state, *options, False))
+    with compat.views_as_usual():
+        if batch_sizes is not None:
+            return tuple(function.data(x, batch_sizes, state, *options))
+        return tuple(function.input(x, state, *options, False))
 
 
 @torch.library.custom_op("torch_echo::rnn_layer", mutates_args=())
