@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from torch_echo import compat
 from torch_echo.compile import echo_eager, plans
-from torch_echo.recurrent import _onednn
+from torch_echo.recurrent import _onednn, _packed
 
 DEEP = {"max_overhead": 100.0, "cost": "analytic"}
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
@@ -246,6 +248,21 @@ class TestPacked:
         model = Packed(cell, enforce_sorted, total, **options)
         compare(model, padded_batches(model, 5, 7, 9, 6))
         assert len(plans) <= 2
+
+    @pytest.mark.parametrize("enforce_sorted", [False, True])
+    @pytest.mark.parametrize("as_list", [False, True])
+    def test_on_another_device(self, as_list: bool, enforce_sorted: bool) -> None:
+        """Lengths are on the CPU wherever the batch is."""
+        with FakeTensorMode(shape_env=ShapeEnv()):
+            x = torch.empty(5, 3, 4, device="meta")
+            lengths = [5, 3, 2]
+            given = lengths if as_list else torch.tensor(lengths)
+            with torch.device("meta"):
+                packed = _packed.pack_padded_sequence(x, given, enforce_sorted=enforce_sorted)
+            padded, found = _packed.pad_packed_sequence(packed)
+        assert packed.data.device == padded.device == x.device
+        assert packed.batch_sizes.device.type == found.device.type == "cpu"
+        assert packed.sorted_indices is None or packed.sorted_indices.device == x.device
 
     def test_labels_for_each_sequence(self) -> None:
         """The number of sequences is known, though that of their elements is not."""
