@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from torch_echo import compat
 from torch_echo.compile import echo_eager, plans
+from torch_echo.errors import TorchEchoError
 from torch_echo.recurrent import _onednn, _packed
 
 DEEP = {"max_overhead": 100.0, "cost": "analytic"}
@@ -485,3 +486,19 @@ class TestWorkspace:
         grads = torch.randn(steps, batch, hidden), None, torch.randn(batch, hidden)
         found = [_onednn.backward(grads, x, h, c, w_ih, w_hh, bias, tuple(made), w, reverse) for w in (whole, kept)]
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    def test_of_another_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Than with the batch and length that were tried: an error, and what it says helps."""
+
+        def longer(*args: Any) -> tuple[Tensor, ...]:
+            *made, workspace = forward(*args)
+            return *made, torch.cat([workspace, workspace[:4096]]) if len(args[0]) == 6 else workspace
+
+        forward = _onednn.forward
+        monkeypatch.setattr(_onednn, "forward", longer)
+        model, x = nn.LSTM(8, 16), torch.randn(6, 3, 8)
+        with pytest.raises(TorchEchoError, match=r"oneDNN.* input \[6, 3, 8\] .*enabled=False"):
+            torch.compile(model, backend="echo_eager", options=DEEP)(x)
+        torch._dynamo.reset()
+        with torch.backends.mkldnn.flags(enabled=False):
+            compare(model, [(x,)])
