@@ -360,6 +360,17 @@ def above_autograd() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def views_as_usual() -> Iterator[None]:
+    """Within a kernel: views know whether their bases need gradients, by which kernels choose. In the first call after compiling,
+    PyTorch runs ops without."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include | keys, exclude - keys):
+        yield
+
+
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """A view with the negative bit set."""
 

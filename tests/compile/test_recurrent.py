@@ -15,11 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from torch_echo import compat
 from torch_echo.compile import echo_eager, plans
-from torch_echo.recurrent import _onednn
+from torch_echo.errors import TorchEchoError
+from torch_echo.recurrent import _onednn, _packed
 
 DEEP = {"max_overhead": 100.0, "cost": "analytic"}
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
@@ -111,6 +114,48 @@ class TestBitEqual:
                 return self.layer(x, (self.first, self.first.tanh()) if cell == "lstm" else self.first)
 
         compare(Given(), [(torch.randn(5, t, 8),) for t in (3, 6)])
+
+    @pytest.mark.parametrize("cell", ["gru", "rnn"])  # eager PyTorch refuses it for oneDNN's LSTM
+    def test_outputs_that_are_written_to(self, cell: str) -> None:
+        class Written(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = CELLS[cell](8, 16, num_layers=2, bidirectional=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.layer(x)[0]
+                return y.mul_(2)
+
+        compare(Written(), batches(5, 7))
+        one = CELLS[cell](8, 16)
+        gradients = []
+        for run in (one, torch.compile(one, backend="echo_eager", options=DEEP)):
+            one.zero_grad()
+            y, _ = run(torch.ones(5, 3, 8))
+            doubled = y * 2
+            with torch.no_grad():
+                y.zero_()
+            doubled.sum().backward()
+            gradients.append([p.grad for p in one.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    @pytest.mark.parametrize("cell", CELLS)
+    def test_first_call(self, cell: str) -> None:
+        """PyTorch compiles and runs it with other dispatch keys than later calls."""
+
+        class Summed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = CELLS[cell](6, 8, batch_first=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.layer(x.tanh())[0]
+                return y.sigmoid()
+
+        for seed in range(5):
+            torch.manual_seed(seed)
+            torch._dynamo.reset()
+            compare(Summed(), [(torch.randn(4, 10, 6),)])
 
     @pytest.mark.parametrize("cell", CELLS)
     def test_unbatched(self, cell: str) -> None:
@@ -204,6 +249,21 @@ class TestPacked:
         model = Packed(cell, enforce_sorted, total, **options)
         compare(model, padded_batches(model, 5, 7, 9, 6))
         assert len(plans) <= 2
+
+    @pytest.mark.parametrize("enforce_sorted", [False, True])
+    @pytest.mark.parametrize("as_list", [False, True])
+    def test_on_another_device(self, as_list: bool, enforce_sorted: bool) -> None:
+        """Lengths are on the CPU wherever the batch is."""
+        with FakeTensorMode(shape_env=ShapeEnv()):
+            x = torch.empty(5, 3, 4, device="meta")
+            lengths = [5, 3, 2]
+            given = lengths if as_list else torch.tensor(lengths)
+            with torch.device("meta"):
+                packed = _packed.pack_padded_sequence(x, given, enforce_sorted=enforce_sorted)
+            padded, found = _packed.pad_packed_sequence(packed)
+        assert packed.data.device == padded.device == x.device
+        assert packed.batch_sizes.device.type == found.device.type == "cpu"
+        assert packed.sorted_indices is None or packed.sorted_indices.device == x.device
 
     def test_labels_for_each_sequence(self) -> None:
         """The number of sequences is known, though that of their elements is not."""
@@ -426,3 +486,19 @@ class TestWorkspace:
         grads = torch.randn(steps, batch, hidden), None, torch.randn(batch, hidden)
         found = [_onednn.backward(grads, x, h, c, w_ih, w_hh, bias, tuple(made), w, reverse) for w in (whole, kept)]
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    def test_of_another_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Than with the batch and length that were tried: an error, and what it says helps."""
+
+        def longer(*args: Any) -> tuple[Tensor, ...]:
+            *made, workspace = forward(*args)
+            return *made, torch.cat([workspace, workspace[:4096]]) if len(args[0]) == 6 else workspace
+
+        forward = _onednn.forward
+        monkeypatch.setattr(_onednn, "forward", longer)
+        model, x = nn.LSTM(8, 16), torch.randn(6, 3, 8)
+        with pytest.raises(TorchEchoError, match=r"oneDNN.* input \[6, 3, 8\] .*enabled=False"):
+            torch.compile(model, backend="echo_eager", options=DEEP)(x)
+        torch._dynamo.reset()
+        with torch.backends.mkldnn.flags(enabled=False):
+            compare(model, [(x,)])

@@ -18,6 +18,7 @@ from torch_echo.compile import CompileSession, _partition, plans
 from torch_echo.compile._share import Shared
 from torch_echo.cost import OpSpec
 from torch_echo.errors import BudgetInfeasible
+from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.units import format_bytes
@@ -83,6 +84,11 @@ class Decoder(nn.Module):
 def broken() -> tuple[list[nn.Module], Callable[[], Tensor]]:
     model = Broken()
     return [model], lambda: model(torch.ones(ROWS, WIDTH))
+
+
+def one() -> tuple[list[nn.Module], Callable[[], Tensor]]:
+    model = Encoder()
+    return [model], lambda: model(torch.ones(ROWS, WIDTH)).square().mean()
 
 
 def two_roots() -> tuple[list[nn.Module], Callable[[], Tensor]]:
@@ -201,3 +207,28 @@ def test_compiled_once_where_nothing_is_gained() -> None:
         train(broken)
     assert len(plans) == 2
     assert not found.summary().plan_notes
+
+
+def test_one_graph_that_fits_has_nothing_to_share() -> None:
+    with session(memory_budget="1 GiB") as found:
+        train(one)
+    assert len(plans) == 1
+    assert not found.summary().planned_together
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "1 GiB"}])
+@pytest.mark.parametrize("make", [one, broken])
+def test_graphs_are_let_go(make: Any, options: dict[str, Any]) -> None:
+    """Once settled, whatever the outcome."""
+    with session(**options) as found:
+        train(make)
+        assert found._shared.settled and not found._shared._known
+
+
+def test_graphs_are_let_go_where_they_are_not_planned_together() -> None:
+    shared = Shared()
+    front: Any = None
+    shared.meet(TrainingGraph(), front, (0, 0))
+    assert shared._known
+    shared.leave()
+    assert not shared._known

@@ -80,6 +80,7 @@ class Shared:
     def leave(self) -> None:
         """The graph that was met last is not as it was: its loss head is in parts. Graphs are not planned together then."""
         self.settled = True
+        self._known.clear()
 
     @property
     def among_others(self) -> bool:
@@ -119,6 +120,7 @@ class Shared:
         self.settled = True
         keys = list(dict.fromkeys(self._order))
         known = [self._known[k] for k in keys]
+        self._known.clear()
         order = [keys.index(k) for k in self._order]
         if budget is None and len(order) == 1:
             return False
@@ -132,6 +134,10 @@ class Shared:
             members.append(Member([choice_of(replayer, p) for p in each.front.points], left))
             assert each.plan is not None
             now.append(_index(each.front, each.plan))
+        before = shared_peak(members, order, now)
+        fits = budget is None or alive + before <= budget
+        if len(order) == 1 and fits:
+            return False
         step = sum(known[m].graph.step_seconds for m in order)
         if budget is None:
             limit = DEFAULT_MAX_OVERHEAD if max_overhead is None else max_overhead
@@ -143,8 +149,7 @@ class Shared:
             assert found is not None
             if budget is not None and not least:
                 raise BudgetInfeasible(budget, alive + shared_peak(members, order, found))
-        before, after = shared_peak(members, order, now), shared_peak(members, order, found)
-        fits = budget is None or alive + before <= budget
+        after = shared_peak(members, order, found)
         faster = _seconds(members, order, now) - _seconds(members, order, found) > WORTH * step
         smaller = after < (1 - WORTH) * before
         again = (not fits and smaller) or (faster if budget is not None else smaller)
@@ -164,7 +169,6 @@ class Shared:
             step,
             note,
         )
-        self._known.clear()
         return again
 
 

@@ -2,7 +2,8 @@
 
 Kernels, their order and the layouts that they see are eager's, so that results and gradients are equal to the bit: backward is
 what autograd does, gradients of the weights added from the last step to the first. Of each step the gates are kept: reset, update,
-new, and the hidden part of the new gate, four times the layer's output; eager keeps twice as much.
+new, and the hidden part of the new gate, four times the layer's output; eager keeps twice as much. States are not kept, which are
+outputs, and may be written to: backward has them from the gates, to the bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from torch import Tensor
 __all__ = ["backward", "forward"]
 
 aten = torch.ops.aten
+
+
+def _next(h: Tensor, update: Tensor, new: Tensor) -> Tensor:
+    return (h - new).mul_(update).add_(new)
 
 
 def _order(steps: int, reverse: bool) -> range:
@@ -41,7 +46,7 @@ def forward(
         new = new_in.add(new_hidden.mul_(reset)).tanh_()
         if keep:
             gates[0, t], gates[1, t], gates[2, t] = reset, update, new
-        outputs[t] = h = (h - new).mul_(update).add_(new)
+        outputs[t] = h = _next(h, update, new)
     return torch.stack(outputs), h.clone(), gates
 
 
@@ -52,19 +57,21 @@ def backward(
     hx: Tensor,
     w_ih: Tensor,
     w_hh: Tensor,
-    y: Tensor,
     gates: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, hx, w_ih, w_hh and both biases."""
     order = _order(x.shape[0], reverse)
+    states = [hx]  # ahead of each step
+    for t in order[:-1]:
+        states.append(_next(states[-1], gates[1, t], gates[2, t]))
     given = hx.new_empty(*x.shape[:2], w_ih.shape[0])  # gradient of what x gives to the gates
     g = _sum(grad_hy, grad_y[order[-1]] if grad_y is not None else None)
     g_w: Tensor | None = None
     g_b: Tensor | None = None
     for i in range(len(order) - 1, -1, -1):
         t = order[i]
-        h = y[order[i - 1]] if i else hx
+        h = states.pop()
         reset, update, new, new_hidden = gates[:, t]
         g_mixed = g * update
         g_new = aten.tanh_backward(g - g_mixed, new)

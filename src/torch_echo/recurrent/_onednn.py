@@ -3,7 +3,8 @@
 PyTorch's shape functions call it empty. It is a row of sections, each in whole pages: gates, cell activations, hidden states, cell
 states, and then the gradients of these, for which forward only makes room. Backward reads the gates and this layer's cell states,
 and in the reverse direction the hidden states too, of which the input is the first half; the rest, two thirds of the workspace,
-need not be kept. None of this is documented: a layer's sizes are used only after :func:`usable` has tried it on them.
+need not be kept. None of this is documented: a layer's sizes are used only after :func:`usable` has tried it on them,
+and a workspace of another size than expected is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_echo import compat
+from torch_echo.errors import TorchEchoError
 
 __all__ = ["backward", "forward", "pack", "reserve_bytes", "unpack", "usable"]
 
@@ -67,7 +69,16 @@ def _layout(x: Tensor, w_hh: Tensor, reverse: bool) -> _Layout:
 
 def pack(workspace: Tensor, x: Tensor, w_hh: Tensor, reverse: bool) -> Tensor:
     """What backward reads of the workspace of a layer."""
-    return torch.cat([workspace[start : start + nbytes] for start, nbytes in _layout(x, w_hh, reverse).kept])
+    layout = _layout(x, w_hh, reverse)
+    if (
+        workspace.numel() != layout.nbytes
+    ):  # where sizes that were tried were as thought, but not with this batch or length
+        raise TorchEchoError(
+            f"oneDNN's workspace of an LSTM layer with input {list(x.shape)} and hidden size {w_hh.shape[1]} has "
+            f"{workspace.numel()} bytes instead of {layout.nbytes}: compile and run the model within "
+            "torch.backends.mkldnn.flags(enabled=False)"
+        )
+    return torch.cat([workspace[start : start + nbytes] for start, nbytes in layout.kept])
 
 
 def unpack(reserve: Tensor, x: Tensor, w_hh: Tensor, reverse: bool) -> Tensor:

@@ -111,7 +111,8 @@ def gru_layer(
     differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(outputs, last hidden state, reserve); else as for lstm_layer. `differentiable`: x needs a gradient."""
-    return _gru.forward(_as_given(x, differentiable), hx, w_ih, w_hh, bias, reverse, train)
+    with compat.views_as_usual():
+        return _gru.forward(_as_given(x, differentiable), hx, w_ih, w_hh, bias, reverse, train)
 
 
 @gru_layer.register_fake
@@ -130,12 +131,11 @@ def gru_layer_backward(
     hx: Tensor,
     w_ih: Tensor,
     w_hh: Tensor,
-    y: Tensor,
     reserve: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, hx, w_ih, w_hh and both biases."""
-    return _gru.backward(grad_y, grad_hy, x, hx, w_ih, w_hh, y, reserve, reverse)
+    return _gru.backward(grad_y, grad_hy, x, hx, w_ih, w_hh, reserve, reverse)
 
 
 @gru_layer_backward.register_fake
@@ -149,7 +149,7 @@ def _(
 
 def _save_gru(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, hx, w_ih, w_hh, bias, reverse, *_ = inputs
-    ctx.save_for_backward(x, hx, w_ih, w_hh, output[0], output[2])
+    ctx.save_for_backward(x, hx, w_ih, w_hh, output[2])  # not the outputs: whoever gets them may write to them
     ctx.layout = len(bias), reverse
     ctx.set_materialize_grads(False)
 
@@ -184,9 +184,10 @@ def _run(
     function = _FUNCTIONS[mode]
     state = list(hidden) if mode == "LSTM" else hidden[0]
     options = (list(weights), biases, 1, 0.0, False, bidirectional)
-    if batch_sizes is not None:
-        return tuple(function.data(x, batch_sizes, state, *options))
-    return tuple(function.input(x, state, *options, False))
+    with compat.views_as_usual():
+        if batch_sizes is not None:
+            return tuple(function.data(x, batch_sizes, state, *options))
+        return tuple(function.input(x, state, *options, False))
 
 
 @torch.library.custom_op("torch_echo::rnn_layer", mutates_args=())

@@ -117,11 +117,16 @@ def pack_padded_sequence(
     input: Tensor, lengths: Tensor | list[int], batch_first: bool = False, enforce_sorted: bool = True
 ) -> PackedSequence:
     """As that of ``torch.nn.utils.rnn``."""
-    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    lengths = (
+        lengths.to(torch.int64)
+        if isinstance(lengths, Tensor)
+        else torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+    )
     x = input.transpose(0, 1) if batch_first else input
     order = None
     if not enforce_sorted:
-        lengths, order = torch.sort(lengths, descending=True)
+        lengths, order = torch.sort(lengths, descending=True)  # on the CPU, whatever the input is on
+        order = order.to(input.device)
         x = x.index_select(1, order)
     data, batch_sizes = pack(x, lengths)
     packed = PackedSequence(data, batch_sizes, order, None)
@@ -136,7 +141,7 @@ def pad_packed_sequence(
     steps = batch_sizes.shape[0] if total_length is None else total_length
     padded, lengths = pad(data, batch_sizes, steps, _width(sequence), float(padding_value))
     if order is not None:
-        padded, lengths = padded.index_select(1, order), lengths[order]
+        padded, lengths = padded.index_select(1, order), lengths[order.cpu()]
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
