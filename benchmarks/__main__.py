@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import process, tables
 from benchmarks.bars import LIMITS
+from benchmarks.process import ROOT
 from benchmarks.workloads import NAMES, QUICK
 
-ROOT = Path(__file__).resolve().parents[1]
 PLACES = {
     "decoder": ("per step", "attention"),
     "gpt": ("per block",),
@@ -33,8 +33,7 @@ class Runner:
     """Runs cases, each in a process of its own, and collects what they print."""
 
     def __init__(self, cache: Path) -> None:
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.environment = {**os.environ, **threads, "TORCH_ECHO": "", "TORCH_ECHO_CACHE": str(cache)}
+        self.environment = process.environment(TORCH_ECHO="", TORCH_ECHO_CACHE=str(cache))
         self.began = time.monotonic()
 
     def case(self, workload: str, system: str, rounds: int) -> dict[str, Any]:
@@ -66,12 +65,10 @@ class Runner:
         return peak
 
     def _run(self, module: str, *args: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *args], env=self.environment, cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            return {"error": (done.stderr.strip().splitlines() or ["?"])[-1]}
-        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        try:
+            result: dict[str, Any] = process.run(module, *args, environment=self.environment)
+        except subprocess.CalledProcessError as error:
+            return {"error": (error.stderr.strip().splitlines() or ["?"])[-1]}
         return result
 
     def _say(self, text: str) -> None:

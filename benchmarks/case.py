@@ -160,9 +160,7 @@ def run(name: str, system: str, rounds: int) -> dict[str, Any]:
     if rounds and kind != "eager":
         copied = load(name)
         other = Trainer(copied, copied.module)
-        other.module.load_state_dict(trainer.module.state_dict())
-        if trainer.optimizer is not None and other.optimizer is not None:
-            other.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+        other.follow(trainer)
         eager = Seeded(other, step.done)
         times = interleave(eager, step, rounds, lambda: same(trainer, other))
         result |= times.as_json() | {"equal": times.equal}

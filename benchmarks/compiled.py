@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -21,10 +18,10 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from benchmarks.measure import peak
+from benchmarks import process
+from benchmarks.measure import MIB, peak
 from benchmarks.workloads import load
 
-MIB = 2**20
 WORKLOADS = ("gpt", "unet", "decoder")
 OVERHEADS = (0.0, 0.05, 0.15)
 SYSTEMS = ("eager", "inductor", *(f"{backend}:{x}" for backend in ("echo", "echo_eager") for x in OVERHEADS))
@@ -106,10 +103,8 @@ def main() -> None:
     for workload in WORKLOADS:
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCH_ECHO_CACHE": folder}
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **caches}
-            command = [sys.executable, "-m", "benchmarks.compiled", "--case", workload, "--rounds", str(args.rounds)]
-            done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
+            given = ("--case", workload, "--rounds", str(args.rounds))
+            found = process.run("benchmarks.compiled", *given, environment=process.environment(**caches))
         cells = []
         for f in found:
             text = f"{f['peak'] / MIB:.1f} ({f['ratio']:.2f}x"

@@ -10,9 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -22,10 +19,10 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
-from benchmarks.measure import interleave, peak
+from benchmarks import process
+from benchmarks.measure import MIB, interleave, peak
 from benchmarks.workloads import load
 
-MIB = 2**20
 CASES = (("gpt", "eager"), ("unet", "eager"), ("decoder", "eager"), ("gpt", "inductor"), ("unet", "inductor"))
 BUDGETS = (0.8, 0.5, 0.3, 0.1)
 
@@ -115,10 +112,8 @@ def main() -> None:
     for name, kernels in CASES:
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCH_ECHO_CACHE": folder}
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **caches}
-            command = [sys.executable, "-m", "benchmarks.equal", "--case", name, kernels, "--rounds", str(args.rounds)]
-            done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-        rows = json.loads(done.stdout.splitlines()[-1])
+            given = ("--case", name, kernels, "--rounds", str(args.rounds))
+            rows = process.run("benchmarks.equal", *given, environment=process.environment(**caches))
         cells = [f"{r['theirs'] / MIB:.1f}, {r['mine'] / MIB:.1f} ({r['ratio']:.2f}x)" for r in rows]
         print(f"| {name}, {kernels} | " + " | ".join(cells) + " |", flush=True)
 

@@ -7,18 +7,14 @@ each of these.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from benchmarks.measure import Seeded, interleave, peak, same
+from benchmarks import process
+from benchmarks.measure import MIB, Seeded, interleave, peak, same
 from benchmarks.workloads import load
 from benchmarks.workloads.base import Trainer
 from torch_echo.options import Options
@@ -48,20 +44,12 @@ def case(length: int, planned: int, overhead: float, rounds: int) -> dict[str, A
         step()
     trainer.inputs = here
     step()
-    _align(trainer, plain)
-    eager = Seeded(plain)
-    eager.done = step.done
+    plain.follow(trainer)
+    eager = Seeded(plain, step.done)
     times = interleave(eager, step, rounds, lambda: same(trainer, plain))
     trainer.clear()
     plain.clear()
     return {"echo": peak(step), "eager": peak(eager), "equal": times.equal, **times.as_json()}
-
-
-def _align(trainer: Trainer, plain: Trainer) -> None:
-    module: nn.Module = plain.module
-    module.load_state_dict(trainer.module.state_dict())
-    if trainer.optimizer is not None and plain.optimizer is not None:
-        plain.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
 
 
 def main() -> None:
@@ -79,11 +67,9 @@ def main() -> None:
         found = []
         for planned in (PLANNED, length):
             given = ["--max-overhead", str(args.max_overhead), "--rounds", str(args.rounds)]
-            command = [sys.executable, "-m", "benchmarks.lengths", *given, "--case", str(length), str(planned)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            found.append(json.loads(done.stdout.strip().splitlines()[-1]))
-        ratios = [f"{f['echo'] / 2**20:.1f} MiB, {f['echo'] / f['eager']:.3f}x" for f in found]
+            given += ["--case", str(length), str(planned)]
+            found.append(process.run("benchmarks.lengths", *given, environment=process.environment()))
+        ratios = [f"{f['echo'] / MIB:.1f} MiB, {f['echo'] / f['eager']:.3f}x" for f in found]
         table.add_row(str(length), *ratios, *(f"{f['cpu_ratio']:.3f}x" for f in found))
     Console().print(table)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,12 @@ class Trainer:
         self.inputs = workload.inputs
         self.optimizer = torch.optim.Adam(module.parameters(), lr=2e-3) if workload.whole_step else None
         self.parameters = list(module.parameters())
+
+    def follow(self, other: Trainer) -> None:
+        """Go on from where another stands: its parameters, buffers and optimizer states."""
+        self.module.load_state_dict(other.module.state_dict())
+        if self.optimizer is not None and other.optimizer is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
     def clear(self) -> None:
         """All gradients gone."""
