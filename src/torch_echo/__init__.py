@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch_echo._version import __version__
 
 if TYPE_CHECKING:
-    from torch_echo.api import Handle, apply, explain
+    from torch_echo.api import Handle, apply, check, explain
     from torch_echo.errors import (
         BudgetInfeasible,
         CaptureError,
+        DifferenceFound,
         GraphFileError,
         OptionError,
         TorchEchoError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BudgetInfeasible",
     "CaptureError",
+    "DifferenceFound",
     "GraphFileError",
     "Handle",
     "OptionError",
@@ -28,10 +30,11 @@ __all__ = [
     "UnsupportedDevice",
     "__version__",
     "apply",
+    "check",
     "explain",
 ]
 
-_IN_API = ("Handle", "apply", "explain")
+_IN_API = ("Handle", "apply", "check", "explain")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,11 +10,13 @@ import torch
 
 from torch_echo.errors import CaptureError, OptionError
 from torch_echo.options import Options
+from torch_echo.report.comparison import Comparison
 from torch_echo.report.explanation import Explanation
 from torch_echo.report.summary import Summary
+from torch_echo.tape._state import TrainingState
 from torch_echo.tape.session import Phase, Session
 
-__all__ = ["Handle", "apply", "explain"]
+__all__ = ["Handle", "apply", "check", "explain"]
 
 
 class Handle:
@@ -63,6 +65,7 @@ def apply(
     cost: str = "measured",
     on_infeasible: str = "raise",
     reorder: bool = False,
+    check: bool = False,
     strict: bool = False,
 ) -> Handle:
     """Train `model` in less memory: feature maps of its forward pass are dropped and rebuilt in backward, bit-exactly.
@@ -75,8 +78,9 @@ def apply(
     neither is given); the plan with the least memory is taken. `policy`: "echo", or "paper" for the rule of the Echo paper
     (ISCA 2020). `cost`: op durations "measured" on this device or from an "analytic" model. `on_infeasible`: "raise"
     BudgetInfeasible from the model's call after planning, or use the plan with the "least" peak. `reorder`: also allow what
-    computes the same sums in another order, so that results are equal up to rounding. `strict`: make an error of what would
-    be left to plain PyTorch with a warning.
+    computes the same sums in another order, so that results are equal up to rounding. `check`: compare one step under the plan with
+    plain PyTorch (`summary().comparison`); if it differs, a warning says where, and training is left to plain PyTorch. `strict`:
+    make an error of what would be left to plain PyTorch with a warning.
 
     Raises OptionError for bad options, UnsupportedDevice for devices other than CPU and CUDA.
     """
@@ -89,6 +93,7 @@ def apply(
         cost=cost,  # type: ignore[arg-type]
         on_infeasible=on_infeasible,  # type: ignore[arg-type]
         reorder=reorder,
+        check=check,
         strict=strict,
     )
     session = Session(options, name="apply")
@@ -121,3 +126,45 @@ def explain(step: Callable[[], Any], **options: Any) -> Explanation:
         why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
         raise CaptureError(f"the step could not be planned{': ' + why if why else ''}")
     return explanation
+
+
+def check(step: Callable[[], Any], **options: Any) -> Comparison:
+    """Run `step` (a whole training step: forward, backward, optimizer) plainly and under torch-echo's plan, from the same state and
+    random seeds, and compare: what it returns, models' outputs, rebuilt values, gradients, buffers, parameters, random states.
+
+    `step` is run until there is a plan (three times; these steps are real), then twice plainly, to know that it can be repeated,
+    and once under the plan; the models' state and their optimizers' is put back in between. It must use the same data each time.
+    Options are those of :func:`apply`. Raises CaptureError if there is no plan, or if two plain runs differ.
+    """
+    session = Session(Options(**options), name="check")
+    session.watch_all()
+    try:
+        for _ in range(session.warm_up + 4):
+            step()
+            session.finish()
+            if session.plan is not None or session.phase is Phase.OFF:
+                break
+        if session.plan is None or session.phase is Phase.OFF:
+            why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
+            raise CaptureError(f"the step could not be planned{': ' + why if why else ''}")
+        state = TrainingState(session.models(), session.optimizers(), session.device)
+        runs = []
+        for _ in range(2):
+            with session.paused():
+                runs.append(state.after(step()))
+            state.restore()
+        unlike = runs[0].differences(runs[1])
+        if unlike:
+            raise CaptureError(
+                f"the step can't be repeated, so it can't be compared: run twice from one state, {unlike[0]}"
+            )
+        session.compare_next()
+        result = state.after(step())
+        session.finish()
+        comparison = session.comparison
+        if comparison is None:
+            raise CaptureError("the step was not taped: " + "; ".join(f"{w}: {why}" for w, why, _ in session.unhandled))
+        runs[0].compare(result, comparison)
+        return comparison
+    finally:
+        session.close()

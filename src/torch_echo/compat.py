@@ -206,6 +206,16 @@ def may_be_result(tensor: torch.Tensor, version: int) -> bool:
     return node._sequence_nr() >= sequence_number() - 1 or isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in a fixed order."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Nested containers with `function` of each of their leaves."""
+    return torch.utils._pytree.tree_map(function, value)
+
+
 def is_foreign(tensor: torch.Tensor) -> bool:
     """Is the tensor's memory another library's (NumPy's, say), which may write it at any time? Memory shared with the
     workers of a DataLoader is not."""

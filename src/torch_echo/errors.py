@@ -9,6 +9,7 @@ from torch_echo.graph import Kind
 __all__ = [
     "BudgetInfeasible",
     "CaptureError",
+    "DifferenceFound",
     "GraphFileError",
     "OptionError",
     "TorchEchoError",
@@ -26,6 +27,10 @@ class OptionError(TorchEchoError, ValueError):
 
 class GraphFileError(TorchEchoError):
     """A file is not a readable training graph."""
+
+
+class DifferenceFound(TorchEchoError):
+    """A step under the plan was not equal to one of plain PyTorch (the option `check`)."""
 
 
 class CaptureError(TorchEchoError):

@@ -14,14 +14,14 @@ from torch_echo.units import parse_budget
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Cost", "OnInfeasible", "Options", "Policy", "device_memory"]
+__all__ = ["Cost", "OnInfeasible", "Options", "Policy", "device_memory", "refuse_check"]
 
 Policy = Literal["echo", "paper"]
 Cost = Literal["measured", "analytic"]
 OnInfeasible = Literal["raise", "least"]
 
 _PREFIX = "TORCH_ECHO_"
-_FLAGS = ("reorder", "strict")
+_FLAGS = ("check", "reorder", "strict")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -43,6 +43,8 @@ class Options:
     """A budget below the least reachable peak: "raise" BudgetInfeasible, or take the plan with the "least" peak."""
     reorder: bool = False
     """Also allow what computes the same sums in another order: results are then equal up to rounding, not to the bit."""
+    check: bool = False
+    """Compare one step under the plan with plain PyTorch, to the bit; a model that differs is left to plain PyTorch."""
     strict: bool = False
     """Make an error of what can't be handled, instead of running it as plain PyTorch with a warning."""
 
@@ -114,6 +116,12 @@ def device_memory(device: torch.device) -> int:
 
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse_check(options: Options) -> None:
+    """For engines that can't compare a step with plain PyTorch. Raises OptionError where that is asked for."""
+    if options.check:
+        raise OptionError("check=True: only the tape engine compares a step with plain PyTorch, torch.compile does not")
 
 
 def _reject(option: str, value: object, allowed: str) -> NoReturn:

@@ -43,6 +43,9 @@ _NEVER = {
     "aten::resize_as_", "aten::_resize_output_", "aten::copy_sparse_to_sparse_", "aten::_batch_norm_with_update",
 }  # fmt: skip
 
+_OPAQUE = {"aten::mkldnn_rnn_layer": 3, "aten::cudnn_batch_norm": 3}
+"""Outputs that only the op's own backward kernel reads. Not all of their bytes are ever written."""
+
 _CUDA_ATOMICS = {
     "aten::index_add", "aten::scatter_add", "aten::index_put", "aten::_index_put_impl", "aten::histc", "aten::bincount",
     "aten::scatter_reduce", "aten::index_reduce", "aten::cumsum", "aten::put", "aten::kthvalue", "aten::median",
@@ -63,6 +66,8 @@ class Rule:
     """Never re-run."""
     shape_only: bool = False
     """Reads only the metadata of its first argument."""
+    opaque: int = -1
+    """The output that only the op's own backward kernel reads, and that has no content to be compared; -1 without one."""
     silent: bool = False
     """What it writes gets no new version."""
     in_place: Any = None
@@ -124,6 +129,7 @@ def _make(func: Any) -> Rule:
         random=compat.is_nondeterministic(func),
         keep=keep,
         shape_only=name in _SHAPE_ONLY,
+        opaque=_OPAQUE.get(name, -1),
         silent=name in _SILENT,
         in_place=_in_place(func),
         rerun=_RERUN.get(name) if overload == "default" else None,

@@ -27,7 +27,7 @@ from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
 from torch_echo.footprint import Replayer
 from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
-from torch_echo.options import OnInfeasible, Options
+from torch_echo.options import OnInfeasible, Options, refuse_check
 from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Front, Plan, Point, footprint_of, front, plan
 from torch_echo.report.explanation import Explanation
 
@@ -54,6 +54,7 @@ class Partitioner:
     other graphs of a step, if they are planned together."""
 
     def __init__(self, options: Options, fused: bool = False, shared: Shared | None = None) -> None:
+        refuse_check(options)
         self.options = options
         self.fused = fused
         self.shared = shared

@@ -28,7 +28,7 @@ from torch_echo.compile._partition import left, plans
 from torch_echo.compile._share import Shared
 from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
-from torch_echo.options import Options
+from torch_echo.options import Options, refuse_check
 from torch_echo.report.summary import Summary, rebuilt_by_layer
 
 __all__ = ["CompileSession"]
@@ -49,6 +49,7 @@ class CompileSession:
     def __init__(
         self, options: Options, *, name: str = "session", on_event: Callable[[str], None] | None = None
     ) -> None:
+        refuse_check(options)
         self.options = options
         self.name = name
         self.on_event = on_event or (lambda _: None)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch_echo.graph import TrainingGraph
+from torch_echo.report.comparison import Comparison
 
 __all__ = ["Summary", "rebuilt_by_layer"]
 
@@ -32,6 +33,8 @@ class Summary:
     """(layer, bytes, values) dropped and rebuilt in a step."""
     unhandled: list[tuple[str, str, str]] = field(default_factory=list)
     """(what, why, where) was left to plain PyTorch; `where` is "file:line", or "" where no line is to blame."""
+    comparison: Comparison | None = None
+    """What a comparison with plain PyTorch found, if there was one."""
     compiled_graphs: int = 0
     """How many graphs of ``torch.compile`` were planned; 0 with the tape. Peaks are then the largest graph's."""
     planned_together: bool = False

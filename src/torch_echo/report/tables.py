@@ -85,6 +85,7 @@ def _summary(summary: Summary) -> RenderableType:
     rows += _peak_rows(summary)
     rows += _time_rows(summary)
     rows += _rebuilt_rows(summary)
+    rows += _comparison_rows(summary)
     rows += _unhandled_rows(summary)
     rows += _note_rows(summary)
     steps = "1 training step" if summary.steps == 1 else f"{summary.steps:,} training steps"
@@ -134,6 +135,13 @@ def _time_rows(s: Summary) -> list[tuple[str, RenderableType]]:
     if s.step_seconds:
         text += f", {s.extra_seconds / s.step_seconds:.1%} of {format_seconds(s.step_seconds)}"
     return [("extra time", Text(text))]
+
+
+def _comparison_rows(s: Summary) -> list[tuple[str, RenderableType]]:
+    if s.comparison is None:
+        return []
+    style = "green" if s.comparison.equal else "bold red"
+    return [("compared", Text(str(s.comparison), style))]
 
 
 def _rebuilt_rows(s: Summary) -> list[tuple[str, RenderableType]]:

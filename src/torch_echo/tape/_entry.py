@@ -36,6 +36,9 @@ class Owner(Protocol):
     def before_backward(self, keep_graph: bool) -> Any:
         """The engine is about to run on this thread; the result goes to `after_backward`."""
 
+    def rehearse(self, backward: Callable[[list[torch.Tensor]], Any]) -> None:
+        """The pass that is about to run can be run before for gradients only: `backward` gives those of some leaves."""
+
     def after_backward(self, state: Any) -> None:
         """The engine has run, or failed."""
 
@@ -104,6 +107,13 @@ def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         # (grad_outputs, retain_graph, create_graph, inputs, …), as torch.autograd calls it
         keep = len(args) < 3 or bool(args[1]) or bool(args[2])
         states = [(owner, owner.before_backward(keep)) for owner in owners]
+        if len(args) > 3 and not args[2] and not args[3] and kwargs.get("accumulate_grad", True):
+            for owner in owners:
+                owner.rehearse(
+                    lambda leaves: original(
+                        outputs, args[0], True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+                    )
+                )
         Passes.begin(keep)
         try:
             with CollectorPause():

@@ -196,7 +196,7 @@ class _LayerSaves:
         """The hook for a tensor that autograd saves."""
         assert self.recipe is not None
         slot = self.slot_of(tensor, self.recipe.saves, 0)
-        return self.tape.pack(tensor) if slot is None else Dropped(tensor, slot)
+        return self.tape.pack(tensor) if slot is None else self.tape.dropped(tensor, slot)
 
 
 class Tape(Stackable):
@@ -272,7 +272,7 @@ class Tape(Stackable):
         again = (func, args) if rule.rerun is None else rule.rerun(func, args)
         if rule.shape_only:
             again = _creation(func, args, kwargs)
-        recipe = Recipe(again[0], rule, (), NO_KWARGS, _order())
+        recipe = self.recipe(again[0], rule, _order())
         recipe.args = tuple([self._refer(a) for a in again[1]])
         if rule.shape_only:
             recipe.kwargs = again[2]  # type: ignore[misc]
@@ -298,6 +298,14 @@ class Tape(Stackable):
         if old:
             self._carry_over(old, rule, args, kwargs)
         return out
+
+    def recipe(self, func: Any, rule: Rule, order: int) -> Recipe:
+        """A recipe without arguments yet."""
+        return Recipe(func, rule, (), NO_KWARGS, order)
+
+    def dropped(self, tensor: torch.Tensor, slot: Slot) -> Any:
+        """What autograd is to hold in place of a saved tensor whose content is `slot`'s."""
+        return Dropped(tensor, slot)
 
     def _owns(self, writes: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Are all arguments that the op writes dropped values themselves, so that a re-run can build on their rebuild?"""
@@ -417,7 +425,7 @@ class Tape(Stackable):
         if self.slots and type(tensor) is torch.Tensor:
             slot = self.slots.get(compat.storage_key(tensor))
             if slot is not None and slot.current(tensor) and not compat.functorch_active():
-                return Dropped(tensor, slot)
+                return self.dropped(tensor, slot)
         version = tensor._version
         if compat.may_be_result(tensor, version):
             # A node that is given its own result back would be kept by it for ever, a cycle that no collector sees.

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 import threading
-import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -28,15 +27,17 @@ import torch
 
 from torch_echo import compat
 from torch_echo.cost import clock, get_cost_model
-from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError, UnsupportedDevice
+from torch_echo.errors import BudgetInfeasible, CaptureError, DifferenceFound, TorchEchoError, UnsupportedDevice
 from torch_echo.footprint import replay
 from torch_echo.graph import Kind, TrainingGraph
 from torch_echo.options import Options
 from torch_echo.planning import Plan, plan
+from torch_echo.report.comparison import Comparison
 from torch_echo.report.explanation import Explanation
 from torch_echo.report.summary import Summary, rebuilt_by_layer
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
+from torch_echo.tape._check import Check, CheckedTape, script_line
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
 from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, Installed, engine_seconds, install_plan
@@ -47,10 +48,6 @@ from torch_echo.tape._record import PeakMeter, Recorder
 from torch_echo.tape._stack import alone
 
 __all__ = ["Phase", "Session"]
-
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
-
 
 RootCall = tuple[str, tuple[tuple[int, ...], ...]]
 
@@ -150,6 +147,10 @@ class Session:
         self._thread: threading.Thread | None = None
         """Where the iteration is watched."""
         self._meter: PeakMeter | None = None
+        self.comparison: Comparison | None = None
+        """Of the iteration that was compared with plain PyTorch."""
+        self._check: Check | None = None
+        self._check_due = self.options.check
         self._backward_seen = False
         self._records = 0
         self._clock: Callable[[], float] = perf_counter
@@ -187,6 +188,7 @@ class Session:
         self._close_script()
         self._abort_recording()
         self._stop_check()
+        self._stop_comparison()
         self.phase = Phase.OFF
         _entry.uninstall(self)
 
@@ -194,6 +196,29 @@ class Session:
         """The step under way is complete: plan now what was recorded. Raises what planning raised."""
         self._finish_iteration()
         self._raise_failure()
+
+    def models(self) -> list[torch.nn.Module]:
+        """The root modules that are there."""
+        return [m for ref in self._roots.values() if (m := ref()) is not None]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that have stepped."""
+        return list(self._optimizers)
+
+    def compare_next(self) -> None:
+        """Compare the next iteration under the plan with plain PyTorch, as the option `check` does."""
+        self._check_due = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, this thread's training steps are plain PyTorch, and are not counted."""
+        self._local.depth += 1
+        state = self.lift()
+        try:
+            yield
+        finally:
+            self.lower(state)
+            self._local.depth -= 1
 
     def explanation(self) -> Explanation | None:
         """Graph, plan and footprints, for printing; None before the plan is made."""
@@ -203,7 +228,7 @@ class Session:
 
     def summary(self) -> Summary:
         """What the session did."""
-        s = Summary(steps=self.iterations, unhandled=list(self.unhandled))
+        s = Summary(steps=self.iterations, unhandled=list(self.unhandled), comparison=self.comparison)
         if self.graph is None or self.plan is None:
             return s
         s.measured_peak = self.measured_peak
@@ -243,7 +268,7 @@ class Session:
 
     def meet(self, module: torch.nn.Module) -> Entry | None:
         """A module that no session knows is called for training. See :class:`torch_echo.tape._entry.Owner`."""
-        if self._local.depth or compat.current_node() is not None:
+        if self._local.depth or self._local.lifted or compat.current_node() is not None:
             return None
         try:
             self._add_root(module)
@@ -284,10 +309,16 @@ class Session:
             return self._call_taped(entry, module, args, kwargs)
         if self.installed is None:
             return original(module, *args, **kwargs)
+        check = self._check if threading.current_thread() is self._thread else None
         local.tape.prune()
         with CollectorPause():
             try:
-                return self._call_taped(entry, module, args, kwargs)
+                if check is None:
+                    return self._call_taped(entry, module, args, kwargs)
+                with check.call(module, args, kwargs) as tell:
+                    out = self._call_taped(entry, module, args, kwargs)
+                    tell(out)
+                return out
             finally:
                 local.tape.prune()
 
@@ -389,7 +420,8 @@ class Session:
 
     def _elsewhere(self) -> bool:
         """Is an iteration watched on another thread? Then this one's steps do not count."""
-        if (self._recorder is None and self._meter is None) or threading.current_thread() is self._thread:
+        watching = self._recorder is not None or self._meter is not None or self._check is not None
+        if not watching or threading.current_thread() is self._thread:
             return False
         if self._thread is not None and self._thread.is_alive():
             return True
@@ -397,6 +429,7 @@ class Session:
         if self._meter is not None:
             self._meter.stop()
             self._meter = None
+        self._check = None
         return False
 
     def _next_iteration(self, first: RootCall, free: bool) -> None:
@@ -415,6 +448,8 @@ class Session:
                 self._start_recording()
         elif self.phase in (Phase.CHECK, Phase.STEADY) and self._outgrown(first):
             self._start_recording()
+        elif self._check_due and self.phase in (Phase.CHECK, Phase.STEADY):
+            self._start_comparison()
         elif self.phase is Phase.CHECK:
             self._checks += 1
             if self._checks > CHECK_PATIENCE:
@@ -452,6 +487,8 @@ class Session:
             self._stop_recording()
         if self._meter is not None:
             self._stop_check()
+        if self._check is not None:
+            self._stop_comparison()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -479,7 +516,7 @@ class Session:
     def _optimizer_states(self) -> list[torch.Tensor]:
         return [
             t
-            for optimizer in list(self._optimizers)
+            for optimizer in self.optimizers()
             for state in optimizer.state.values()
             for t in state.values()
             if isinstance(t, torch.Tensor) and t.device == self.device
@@ -601,10 +638,33 @@ class Session:
             self._remade = True
             self.phase = Phase.WAIT
 
+    def _start_comparison(self) -> None:
+        self._thread = threading.current_thread()
+        self._check = Check(self.iterations, self.device, not self.options.reorder, self.paused)
+        self._check_due = False
+        self._local.tape = CheckedTape(self._check, self._local.tape)
+
+    def _stop_comparison(self) -> None:
+        """Tell what the comparison with plain PyTorch found; where that is a difference, training is left to plain PyTorch."""
+        check, self._check = self._check, None
+        if check is None:
+            return
+        if isinstance(self._local.tape, CheckedTape):
+            trusted = self._local.tape.trusted
+            self._local.tape = Tape(self.options.reorder)
+            self._local.tape.trusted = trusted
+        self.comparison = check.close()
+        self.on_event("compared a step with plain PyTorch")
+        if not self.comparison.equal:
+            why = f"step {self.comparison.iteration} differs from plain PyTorch: {self.comparison.differences[0]}"
+            self._give_up(why, DifferenceFound(why))
+
     def _gradients(self) -> list[torch.Tensor]:
-        models = [m for ref in self._roots.values() if (m := ref()) is not None]
         return [
-            p.grad for m in models for p in m.parameters() if p.grad is not None and compat.storage_key(p.grad) != -1
+            p.grad
+            for m in self.models()
+            for p in m.parameters()
+            if p.grad is not None and compat.storage_key(p.grad) != -1
         ]
 
     def _give_up(self, why: str, error: TorchEchoError) -> None:
@@ -630,8 +690,16 @@ class Session:
             self._recorder.mark("backward", keep_graph)
         return self.lift()
 
+    def rehearse(self, backward: Callable[[list[torch.Tensor]], Any]) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        if self._check is not None and threading.current_thread() is self._thread and not self._local.depth:
+            leaves = [p for m in self.models() for p in m.parameters() if p.requires_grad and p.is_leaf]
+            self._check.rehearse(backward, list({id(p): p for p in leaves}.values()))
+
     def after_backward(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
+        if self._check is not None and threading.current_thread() is self._thread and not self._local.depth:
+            self._check.backward_done()
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("done")
         elif self.phase is Phase.WAIT and self._calls:
@@ -681,9 +749,4 @@ class Session:
             return
         if self.options.strict:
             raise CaptureError(f"{what}: {why}")
-        where = ""
-        for frame in reversed(traceback.extract_stack()):
-            if not frame.filename.startswith((_PACKAGE, _TORCH)) and "<frozen" not in frame.filename:
-                where = f"{frame.filename}:{frame.lineno}"
-                break
-        self.unhandled.append((what, why, where))
+        self.unhandled.append((what, why, script_line()))
