@@ -16,6 +16,8 @@ from torch_echo.report.comparison import Comparison
 from torch_echo.tape import _mode
 from torch_echo.tape._check import same
 
+from .models import CASES
+
 
 class Net(nn.Module):
     """Something of everything: batch norm (buffers), dropout (draws), an LSTM, a residual sum."""
@@ -142,6 +144,20 @@ def steps(step: Callable[[], torch.Tensor], n: int) -> list[float]:
         torch.manual_seed(i)
         losses.append(step().item())
     return losses
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder", "gpt2", "resnet", "gru_lm", "retain_grad", "checkpoint_reentrant", "autocast", "accumulation"]
+)
+def test_the_zoo(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = torch.optim.Adam(model.parameters())
+    found = torch_echo.check(lambda: case.step(model, optimizer, 3), **OPTIONS)
+    assert found.equal, str(found)
+    assert found.values > 0
+    assert [each.partition(":")[0] for each in found.skipped] == ["gradients"] * (name == "checkpoint_reentrant")
 
 
 class TestOption:

@@ -14,6 +14,7 @@ case: where a rebuilt value differs, the saved one is handed out.
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -145,9 +146,12 @@ class Check:
 
     def _copy(self, module: torch.nn.Module) -> torch.nn.Module | None:
         if id(module) not in self._copies:
+            # Tensors with a history (hidden states that a module keeps) refuse to be copied.
+            kept = [t for part in module.modules() for t in compat.tensors_of(list(vars(part).values())) if not t.is_leaf]
             try:
                 with self._outer(), torch.no_grad():
-                    self._copies[id(module)] = copy.deepcopy(module)
+                    memo = {id(t): t.detach().clone() for t in kept}
+                    self._copies[id(module)] = copy.deepcopy(module, memo)
             except Exception as error:  # whatever a module's own __deepcopy__ raises
                 self._copies[id(module)] = None
                 why = f"it can't be copied ({' '.join(str(error).split())[:200]})"
@@ -185,6 +189,9 @@ class Check:
         """The script's backward pass is about to begin; `backward` gives the gradients of `leaves`. They are computed from what
         autograd saved, and compared when the script's own pass has made them again."""
         before = random_states(self._device)
+        # A backward pass for gradients only adds to the gradients of intermediate tensors all the same.
+        retaining = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.retains_grad]
+        retained = [(t, None if t.grad is None else t.grad.clone()) for t in retaining]
         self.rehearsing = True
         Passes.begin(True)
         try:
@@ -196,6 +203,8 @@ class Check:
             self.rehearsing = False
             Passes.end(True)
             restore(before, self._device)
+            for t, gradient in retained:
+                t.grad = gradient
         for leaf, gradient in zip(leaves, expected, strict=True):
             if gradient is not None:
                 self._hooks.append(leaf.register_hook(self._expect(leaf, gradient)))
