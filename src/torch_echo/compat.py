@@ -158,12 +158,30 @@ def node_sequence(node: Any) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage; unique as long as the storage or a StorageWeakRef to it lives. -1: it has none."""
+    """Identity of a tensor's storage; unique as long as the storage or a StorageWeakRef to it lives. -1: it has none, or is a
+    wrapper around others (see :func:`parts_of`)."""
+    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
+        return -1
     try:
         key: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse and nested layouts, functorch wrappers
         return -1
     return key
+
+
+_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor's memory is in: itself, or those that it wraps (a DTensor: the part of this rank)."""
+    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):
+                yield from parts_of(part)
+    elif storage_key(tensor) != -1:
+        yield tensor
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -221,6 +239,11 @@ def is_foreign(tensor: torch.Tensor) -> bool:
     workers of a DataLoader is not."""
     storage = tensor.untyped_storage()
     return not storage.resizable() and not storage.is_shared()
+
+
+def is_emptied(tensor: torch.Tensor) -> bool:
+    """Has the storage been resized, so that the tensor does not fit into it?"""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -493,6 +516,34 @@ def is_compiled(module: torch.nn.Module) -> bool:
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+# --- sharded parameters --------------------------------------------------------------------------------------------------
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Has ``fully_shard`` been applied to this module: are parameters gathered when its call begins, and let go at its end?"""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_flat_sharded(module: torch.nn.Module) -> bool:
+    """Is it wrapped by the older ``FullyShardedDataParallel``?"""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors into which the parameters of a module that :func:`is_sharded` are gathered. They are made when it is first called;
+    from then on, their storages are emptied and filled."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    for group in groups:
+        for parameter in group.fsdp_params:
+            yield from getattr(parameter, "all_gather_outputs", ())
+            yield from getattr(parameter, "_unsharded_inner_tensors", ())
 
 
 # --- memory events -----------------------------------------------------------------------------------------------------

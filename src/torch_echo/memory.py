@@ -22,7 +22,7 @@ def live_bytes(device: torch.device) -> int:
     for obj in gc.get_objects():
         # isinstance() would ask obj.__class__, which proxies answer with arbitrary code
         if issubclass(type(obj), torch.Tensor):
-            for t in (obj, obj.grad if obj.is_leaf else None):
+            for t in (obj, _grad(obj)):
                 if t is not None and t.device.type == device.type:
                     key = compat.storage_key(t)
                     if (
@@ -31,3 +31,10 @@ def live_bytes(device: torch.device) -> int:
                         seen[key] = t.untyped_storage().nbytes()
     del guard
     return sum(seen.values())
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # a view whose base has been overwritten in a way that autograd forbids
+        return None

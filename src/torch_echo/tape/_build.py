@@ -30,7 +30,7 @@ from torch_echo.graph import (
 )
 from torch_echo.tape._gate import Place
 from torch_echo.tape._recipe import Region, disjoint
-from torch_echo.tape._record import OpCall, Recorder
+from torch_echo.tape._record import OpCall, Recorder, SavedTensor
 
 __all__ = ["build"]
 
@@ -96,6 +96,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     keep_graph: list[BackwardPass] = []
     inside: Op | None = None
     running: OpCall
+    begun: list[OpCall] = []
     packed: list[int] = []
     entry = top = 0
     rebuilding = False
@@ -123,6 +124,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
         mark = recorder.marks[ptr]
         if mark.what == "op":
             running = mark.payload
+            begun.append(running)
             inside = _begin(walk, recorder, running, tick, classes, counts)
             entry = top = walk.live
         elif mark.what == "end":
@@ -162,6 +164,7 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     for s in range(len(recorder.storages)):
         _value(walk, recorder, s)  # also what only existed: optimizer state, gradients
     forward_ops = len(graph.ops)
+    _confine(graph, begun, saves, recorder.saved)
     graph.saves = [s for s in saves if s.value >= 0]
     graph.passes = [p for p in keep_graph if p.end > p.start]
     _add_backward(graph, nodes, times, sequences, rebuilds)
@@ -174,6 +177,33 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
         graph.meta["device_memory"] = str(torch.cuda.get_device_properties(recorder.device).total_memory)
     graph.check()
     return graph
+
+
+def _confine(graph: TrainingGraph, calls: list[OpCall], saves: list[Save], saved: list[SavedTensor]) -> None:
+    """Ops that read gathered parameters and that backward might want to re-run elsewhere than where these are gathered are kept.
+
+    From the last op to the first: the calls of sharded modules that surround all places in which a value may be read, by a
+    saved tensor or by the re-run of an op, are a common prefix of theirs.
+    """
+    if not any(call.needs for call in calls):
+        return
+    around: dict[int, tuple[int, ...]] = {}
+
+    def narrow(value: int, scopes: tuple[int, ...]) -> None:
+        known = around.get(value, scopes)
+        around[value] = tuple(a for a, b in zip(known, scopes, strict=False) if a == b)
+
+    for save, tensor in zip(saves, saved, strict=True):
+        if save.value >= 0:
+            narrow(save.value, tensor.scopes)
+    for op, call in zip(reversed(graph.ops), reversed(calls), strict=True):
+        readers = [around[v] for v in op.writes if v in around]
+        if any(need not in scopes for need in call.needs for scopes in readers):
+            op.traits |= Trait.KEEP
+        if not op.traits & Trait.KEEP:
+            for v in op.reads:
+                for scopes in readers:
+                    narrow(v, scopes)
 
 
 def _begin(

@@ -58,7 +58,7 @@ class Owner(Protocol):
 class Entry:
     """What a session knows of one module."""
 
-    __slots__ = ("beyond", "calls", "module", "owner", "path", "root", "tables")
+    __slots__ = ("beyond", "calls", "module", "owner", "path", "root", "sharded", "tables")
 
     def __init__(self, owner: Owner, module: torch.nn.Module, path: str, root: bool) -> None:
         self.owner = owner
@@ -70,6 +70,8 @@ class Entry:
         """The same for calls beyond those planned."""
         self.calls = 0
         """Calls in this iteration."""
+        self.sharded = compat.is_sharded(module)
+        """Are its parameters gathered in each call (see ``_scope``)?"""
         key = id(module)
         self.module = weakref.ref(module, lambda _: entries.pop(key, None))
 

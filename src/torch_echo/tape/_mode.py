@@ -30,6 +30,7 @@ from torch_echo.tape._recipe import (
     tensors_in,
     written,
 )
+from torch_echo.tape._scope import Scope
 from torch_echo.tape._stack import Site, Stackable, overwritten, unpack
 
 __all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "unpack"]
@@ -214,6 +215,10 @@ class Tape(Stackable):
         """Decisions for the module call whose code is running."""
         self.pure: set[int] = set()
         """Ops met so far that write none of their arguments, by identity."""
+        self.scopes: list[Scope] = []
+        """Calls of sharded modules that are running."""
+        self.gathered: Collection[int] = ()
+        """Storages into which parameters are gathered, as far as they were known when the iteration began."""
 
     # --- forward: ops ------------------------------------------------------------------------------------------------
 
@@ -269,10 +274,14 @@ class Tape(Stackable):
         writes = rule.writes(args)
         if rule.keep or (writes and rule.rerun is None and not self._owns(writes, args, kwargs)):
             return self._keep(func, args, kwargs)
+        scope = self._scope_of(args, kwargs) if self.scopes or self.gathered else None
+        if scope is _NOWHERE:
+            return self._keep(func, args, kwargs)
         again = (func, args) if rule.rerun is None else rule.rerun(func, args)
         if rule.shape_only:
             again = _creation(func, args, kwargs)
         recipe = self.recipe(again[0], rule, _order())
+        recipe.scope = scope
         recipe.args = tuple([self._refer(a) for a in again[1]])
         if rule.shape_only:
             recipe.kwargs = again[2]  # type: ignore[misc]
@@ -312,7 +321,7 @@ class Tape(Stackable):
         for position, t in tensors_in(args, kwargs):
             if position in writes:
                 slot = self.slots.get(compat.storage_key(t))
-                if slot is None:
+                if slot is None or not self._here(slot):
                     return False
                 if t._version < slot.version:
                     slot.loose = (
@@ -322,14 +331,42 @@ class Tape(Stackable):
                     return False
         return True
 
+    def _here(self, slot: Slot) -> bool:
+        """Can what is running now count on the slot's rebuild? Not outside of the scope in which its recipe can run."""
+        recipe = slot.recipe
+        return recipe is None or recipe.scope is None or recipe.scope in self.scopes
+
+    def _scope_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scope | None:
+        """The innermost of the scopes that a re-run of an op with these arguments needs: None if it needs none, `_NOWHERE` if it
+        reads parameters that are gathered by other means than a module's call."""
+        depth = -1
+        for _, t in tensors_in(args, kwargs):
+            key = compat.storage_key(t)
+            slot = self.slots.get(key)
+            if slot is not None and slot.current(t):
+                if slot.recipe is not None and slot.recipe.scope in self.scopes:
+                    depth = max(depth, self.scopes.index(slot.recipe.scope))
+                continue
+            owner = next((i for i, scope in enumerate(self.scopes) if key in scope.keys), -1)
+            if owner < 0 and key in self.gathered:
+                return _NOWHERE
+            depth = max(depth, owner)
+        return self.scopes[depth] if depth >= 0 else None
+
+    def _emptied_later(self, key: int) -> bool:
+        """Is the storage one that parameters are gathered into? There is nothing to be saved from being overwritten."""
+        return any(key in scope.keys for scope in self.scopes)
+
     def _refer(self, arg: Any) -> Any:
         """An argument as a recipe holds it: by slot where its content is dropped, else the tensor itself."""
         if isinstance(arg, torch.Tensor):
             key = compat.storage_key(arg)
             slot = self.slots.get(key)
-            if slot is not None and slot.current(arg):
+            if slot is not None and slot.current(arg) and self._here(slot):
                 slot.readers += 1
                 return View(arg, slot)
+            if self.scopes and self._emptied_later(key):
+                return Leaf(arg, key)
             pinned = self.pinned.get(key)
             if pinned is None:
                 pinned = self.pinned[key] = []
@@ -399,7 +436,11 @@ class Tape(Stackable):
         mask = 0 if decision is None else decision.next()
         if not mask:
             return plain(func, args)
+        scope = self._scope_of(args, NO_KWARGS) if self.scopes or self.gathered else None
+        if scope is _NOWHERE:
+            return plain(func, args)
         recipe = LayerRecipe(func, layer_rule(func), args, _order())
+        recipe.scope = scope
         recipe.args = tuple([self._refer(a) for a in args])
         saving = _LayerSaves(self, recipe, mask, {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)})
         mode = self.mode_on
@@ -424,7 +465,7 @@ class Tape(Stackable):
         """The hook that autograd calls for each tensor it saves."""
         if self.slots and type(tensor) is torch.Tensor:
             slot = self.slots.get(compat.storage_key(tensor))
-            if slot is not None and slot.current(tensor) and not compat.functorch_active():
+            if slot is not None and slot.current(tensor) and self._here(slot) and not compat.functorch_active():
                 return self.dropped(tensor, slot)
         version = tensor._version
         if compat.may_be_result(tensor, version):
@@ -443,6 +484,9 @@ class Tape(Stackable):
             if self.slots[key].expired() and getrefcount(self.slots[key]) <= 2:  # the table's own, and this question's
                 del self.slots[key]
         self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
+
+
+_NOWHERE: Any = object()
 
 
 def _gone() -> None:

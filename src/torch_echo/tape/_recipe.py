@@ -24,6 +24,7 @@ import torch
 
 from torch_echo import compat
 from torch_echo.rules import Rule
+from torch_echo.tape._scope import Scope
 
 __all__ = [
     "NO_KWARGS",
@@ -221,6 +222,7 @@ class Recipe:
         "outputs",
         "reuses",
         "rule",
+        "scope",
         "state",
     )
 
@@ -236,6 +238,8 @@ class Recipe:
         """Its one output has the layout of its first argument, and may be written over it."""
         self.generator: torch.Generator | None = None
         self.state: torch.Tensor | None = None
+        self.scope: Scope | None = None
+        """Where alone it can run, because it reads parameters that are gathered there."""
 
     def __del__(self) -> None:
         for slot in self.reads():  # never run
@@ -317,6 +321,11 @@ class Recipe:
                 raise RebuildError(
                     f"torch-echo: a tensor of shape {list(t.shape)} that {self.rule.name} read in the forward pass was "
                     f"changed in place before the backward pass (version {compat.version_of(t)}, expected {arg.version})"
+                )
+            if self.scope is not None and compat.is_emptied(t):
+                raise RebuildError(
+                    f"torch-echo: a sharded parameter of shape {list(t.shape)} that {self.rule.name} read in the forward "
+                    "pass is not gathered where backward needs what was made of it"
                 )
             return t
         if kind is list:

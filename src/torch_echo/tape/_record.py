@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from sys import _getframe
 from time import perf_counter
@@ -28,6 +28,7 @@ from torch_echo.tape._gate import Place
 from torch_echo.tape._layer import layer_rule, layer_spec, long, plain, stepwise
 from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
+from torch_echo.tape._scope import Scope
 from torch_echo.tape._stack import Site, Stackable, unpack
 
 __all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage"]
@@ -72,6 +73,10 @@ class OpCall:
     """Of a layer that runs as one op: storages that autograd saves and that are no outputs."""
     nodes: int = 1
     """Autograd nodes that it makes."""
+    scopes: tuple[int, ...] = ()
+    """Calls of sharded modules that it runs in, outermost first."""
+    needs: tuple[int, ...] = ()
+    """Those of them in which the parameters that it reads are gathered."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,8 @@ class SavedTensor:
     call: int
     place: Place | None
     turn: int
+    scopes: tuple[int, ...] = ()
+    """As of the op that it was saved for."""
 
 
 @dataclass(slots=True)
@@ -134,6 +141,7 @@ class Recorder(Stackable):
         tables: Mapping[str, Sequence[Table]] | None = None,
         script: bool = True,
         reorder: bool = False,
+        gathered: Collection[int] = (),
     ) -> None:
         super().__init__(reorder)
         self.device = device
@@ -162,6 +170,11 @@ class Recorder(Stackable):
         self._calls_of: dict[str, int] = {}
         self.nesting: set[tuple[str, str]] = set()
         self.base_bytes = 0
+        self.scopes: list[Scope] = []
+        """Calls of sharded modules that are running."""
+        self.gathered = gathered
+        """See :class:`Tape`."""
+        self._numbers: dict[Scope, int] = {}
         self._layer: OpCall | None = None
         """The recurrent layer that is running as one op."""
         self._stepwise = False
@@ -243,6 +256,7 @@ class Recorder(Stackable):
         writes = rule.writes(args)
         again = args if rule.rerun is None else rule.rerun(func, args)[1]
         read = [t for p, t in tensors_in(again, kwargs) if not (rule.shape_only and p == 0)]
+        read, needs = self._without_gathered(read) if self.scopes or self.gathered else (read, ())
         call = OpCall(
             func=func,
             rule=rule,
@@ -261,7 +275,10 @@ class Recorder(Stackable):
             or not plain
             or any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in read)
             or nondeterministic_on(rule, self.device.type)
-            or not (self.script or self.layers[-1][0]),
+            or not (self.script or self.layers[-1][0])
+            or None in needs,
+            scopes=self._numbered(),
+            needs=tuple(n for n in needs if n is not None),
         )
         self.mark("op", call)
         begin = perf_counter()
@@ -321,6 +338,7 @@ class Recorder(Stackable):
             return plain(func, args)
         op, spec = layer_spec(func, args)
         tensors = [t for _, t in tensors_in(args, {})]
+        read, needs = self._without_gathered(tensors) if self.scopes or self.gathered else (tensors, ())
         call = OpCall(
             func=op,
             rule=layer_rule(func),
@@ -331,12 +349,14 @@ class Recorder(Stackable):
             place=self.place,
             turn=self.turn,
             sequence=compat.sequence_number(),
-            reads=[self._storage(t) for t in tensors],
+            reads=[self._storage(t) for t in read],
             made=[],
             mutated=[],
             regions=[],
-            keep=any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in tensors),
+            keep=any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in tensors) or None in needs,
             inside=[],
+            scopes=self._numbered(),
+            needs=tuple(n for n in needs if n is not None),
         )
         mode = self.mode_on
         self.mark("op", call)
@@ -359,6 +379,24 @@ class Recorder(Stackable):
             self.touched.update(i for i in (*call.reads, *call.made) if self._touches(i))
         self.calls.append(call)
         return out
+
+    def _numbered(self) -> tuple[int, ...]:
+        return tuple([self._numbers.setdefault(scope, len(self._numbers)) for scope in self.scopes])
+
+    def _without_gathered(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int | None, ...]]:
+        """Those that are no gathered parameters, and the scopes of the others; None: they were gathered by other means."""
+        rest: list[torch.Tensor] = []
+        needs: dict[int | None, None] = {}
+        for t in tensors:
+            key = compat.storage_key(t)
+            owner = next((scope for scope in self.scopes if key in scope.keys), None)
+            if owner is not None:
+                needs[self._numbers.setdefault(owner, len(self._numbers))] = None
+            elif key in self.gathered:
+                needs[None] = None
+            else:
+                rest.append(t)
+        return rest, tuple(needs)
 
     def _touches(self, index: int) -> bool:
         assert self.tape is not None
@@ -385,12 +423,14 @@ class Recorder(Stackable):
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook for a tensor that autograd saves."""
         if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
-            return (tensor, tensor._version)
+            version = tensor._version
+            return (tensor.detach() if compat.may_be_result(tensor, version) else tensor, version)
         index = len(self.saved)
         storage = self._storage(tensor, new=self._layer is not None)
         if self._layer is not None and storage not in self._layer.reads and storage not in self._layer.made:
             self._layer.made.append(storage)
-        self.saved.append(SavedTensor(storage, region(tensor), *self.layers[-1], self.place, self.turn))
+        scopes = self._numbered() if self.scopes else ()
+        self.saved.append(SavedTensor(storage, region(tensor), *self.layers[-1], self.place, self.turn, scopes))
         content = self.tape.pack(tensor) if self.tape is not None else None
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)

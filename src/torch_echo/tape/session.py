@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from time import perf_counter
 from typing import Any
@@ -45,6 +45,7 @@ from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._record import PeakMeter, Recorder
+from torch_echo.tape._scope import Scope, gathered_keys
 from torch_echo.tape._stack import alone
 
 __all__ = ["Phase", "Session"]
@@ -68,6 +69,8 @@ UNLIKE = 3
 
 CHECK_PATIENCE = 50
 """Iterations in which the check waits for one with the recorded shapes."""
+
+_ANYWHERE = nullcontext()
 
 CHECK_TOLERANCE = 0.01
 """A measured peak further than this fraction from the plan's makes the session record and plan again."""
@@ -141,6 +144,8 @@ class Session:
         self.unhandled: list[tuple[str, str, str]] = []
         self.device: torch.device | None = None
         self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
+        self._sharded: list[weakref.ref[torch.nn.Module]] = []
+        """Modules whose parameters are gathered in each call (see ``_scope``)."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._local = _Local(self.options.reorder)
         self._recorder: Recorder | None = None
@@ -251,6 +256,10 @@ class Session:
             name = f"{type(model).__name__}#{number}"
             number += 1
         device = next((p.device for p in model.parameters()), None)
+        if any(compat.is_flat_sharded(module) for module in model.modules()):
+            raise CaptureError(
+                "FullyShardedDataParallel overwrites parameters that recipes would read; torch-echo handles fully_shard"
+            )
         if device is not None:
             if device.type not in ("cpu", "cuda"):
                 raise UnsupportedDevice(f"{type(model).__name__} is on {device}; torch-echo handles cpu and cuda")
@@ -263,6 +272,8 @@ class Session:
             known = entries.get(id(module))
             if id(module) not in entries or (known is not None and known.module() is not module):
                 entries[id(module)] = Entry(self, module, f"{name}.{path}" if path else name, root=not path)
+        if any(compat.is_sharded(module) for module in model.modules()):
+            self._find_sharded()
         if self.phase in (Phase.CHECK, Phase.STEADY) and device is not None and self._records < 3:
             self._late_roots = True
 
@@ -272,7 +283,7 @@ class Session:
             return None
         try:
             self._add_root(module)
-        except UnsupportedDevice as error:
+        except (CaptureError, UnsupportedDevice) as error:
             if self.options.strict:
                 raise
             self._note("module", str(error), once=True)
@@ -289,6 +300,9 @@ class Session:
         local = self._local
         original = _entry.original_call
         if local.lifted:
+            if entry.sharded and local.tape.mode_on:
+                with self._scope(entry, module):
+                    return original(module, *args, **kwargs)
             return original(module, *args, **kwargs)
         if not local.depth:
             if not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
@@ -297,14 +311,14 @@ class Session:
             self._enter_root(entry, args, kwargs, free)
             if self.phase in (Phase.WAIT, Phase.OFF) or not free:
                 lean = self.phase is Phase.WAIT and self._lean() and free
-                return self._call_unplanned(lean, module, args, kwargs)
+                return self._call_unplanned(lean, entry, module, args, kwargs)
         recorder = self._recorder
         if recorder is not None and recorder.active:
             if threading.current_thread() is not self._thread:
                 return original(module, *args, **kwargs)
             return self._call_recorded(recorder, entry, module, args, kwargs)
         if local.depth:
-            if entry.tables is None:
+            if entry.tables is None and not entry.sharded:
                 return original(module, *args, **kwargs)
             return self._call_taped(entry, module, args, kwargs)
         if self.installed is None:
@@ -322,7 +336,25 @@ class Session:
             finally:
                 local.tape.prune()
 
-    def _call_unplanned(self, lean: bool, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _scope(self, entry: Entry, module: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Context: a call of this module runs, within which its parameters are gathered if it is sharded."""
+        return self._within(module) if entry.sharded else _ANYWHERE
+
+    @contextmanager
+    def _within(self, module: torch.nn.Module) -> Iterator[None]:
+        scope = Scope(module)
+        stacks = [self._local.tape.scopes]
+        if self._recorder is not None and threading.current_thread() is self._thread:
+            stacks.append(self._recorder.scopes)
+        for stack in stacks:
+            stack.append(scope)
+        try:
+            yield
+        finally:
+            for stack in stacks:
+                stack.pop()
+
+    def _call_unplanned(self, lean: bool, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a root's call as plain PyTorch, or with the rule that needs no plan."""
         local = self._local
         if lean:
@@ -331,7 +363,8 @@ class Session:
             local.tape.switch(True, True)
         local.lifted += 1
         try:
-            return _entry.original_call(module, *args, **kwargs)
+            with self._scope(entry, module):
+                return _entry.original_call(module, *args, **kwargs)
         finally:
             local.lifted -= 1
             local.tape.switch(False, False)
@@ -350,7 +383,8 @@ class Session:
         tape.use(_table(entry))
         local.depth += 1
         try:
-            return _entry.original_call(module, *args, **kwargs)
+            with self._scope(entry, module):
+                return _entry.original_call(module, *args, **kwargs)
         except BaseException:
             if local.depth == 1:
                 local.open = False
@@ -373,7 +407,8 @@ class Session:
         if compat.is_compiled(module):
             self._note(entry.path, "it is compiled by torch.compile and left to it", once=True)
         try:
-            return _entry.original_call(module, *args, **kwargs)
+            with self._scope(entry, module):
+                return _entry.original_call(module, *args, **kwargs)
         except BaseException:
             if local.depth == 1:
                 on = hooks = False
@@ -441,6 +476,7 @@ class Session:
         self._calls = []
         if self.installed is not None:
             self.installed.reset()
+        self._local.tape.gathered = self._gathered()
         if not free:
             return
         if self.phase is Phase.WAIT:
@@ -504,22 +540,24 @@ class Session:
                 continue
             for path, p in model.named_parameters():
                 layer = ".".join([name, *path.split(".")[:-1]])
-                known[compat.storage_key(p)] = (Kind.PARAMETER, layer)
-                if p.grad is not None and compat.storage_key(p.grad) != -1:
-                    known[compat.storage_key(p.grad)] = (Kind.GRADIENT, layer)
+                for kind, t in ((Kind.PARAMETER, p), (Kind.GRADIENT, p.grad)):
+                    for part in compat.parts_of(t) if t is not None else ():
+                        known[compat.storage_key(part)] = (kind, layer)
             for path, b in model.named_buffers():
-                known[compat.storage_key(b)] = (Kind.BUFFER, ".".join([name, *path.split(".")[:-1]]))
+                for part in compat.parts_of(b):
+                    known[compat.storage_key(part)] = (Kind.BUFFER, ".".join([name, *path.split(".")[:-1]]))
         for t in self._optimizer_states():
             known[compat.storage_key(t)] = (Kind.OPTIMIZER_STATE, "")
         return known
 
     def _optimizer_states(self) -> list[torch.Tensor]:
         return [
-            t
+            part
             for optimizer in self.optimizers()
             for state in optimizer.state.values()
             for t in state.values()
             if isinstance(t, torch.Tensor) and t.device == self.device
+            for part in compat.parts_of(t)
         ]
 
     def _lean(self) -> bool:
@@ -540,13 +578,14 @@ class Session:
             self._note("planning", "waits: a profiler of the script's is running", once=True)
             return
         known = self._known()
+        self._find_sharded()
         tape, tables = None, None
         if self._lean():
             tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
             tables = self.installed.tables if self.installed is not None else None
             self._local.tape = tape
         self._recorder = Recorder(
-            self.device, known, tape, tables, script=self._watch_all, reorder=self.options.reorder
+            self.device, known, tape, tables, self._watch_all, self.options.reorder, self._gathered()
         )
         self.installed = None
         for e in entries.values():
@@ -660,12 +699,26 @@ class Session:
             self._give_up(why, DifferenceFound(why))
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [
-            p.grad
-            for m in self.models()
-            for p in m.parameters()
-            if p.grad is not None and compat.storage_key(p.grad) != -1
-        ]
+        return [part for m in self.models() for p in m.parameters() if p.grad is not None for part in compat.parts_of(p.grad)]
+
+    def _gathered(self) -> frozenset[int]:
+        """Keys of the storages into which sharded modules gather their parameters."""
+        keys: set[int] = set()
+        for ref in self._sharded:
+            module = ref()
+            if module is not None:
+                keys |= gathered_keys(module)
+        return frozenset(keys)
+
+    def _find_sharded(self) -> None:
+        """A model may have been sharded after it was taken in."""
+        self._sharded = []
+        for entry in entries.values():
+            if entry is not None and entry.owner is self:
+                module = entry.module()
+                entry.sharded = module is not None and compat.is_sharded(module)
+                if entry.sharded:
+                    self._sharded.append(entry.module)
 
     def _give_up(self, why: str, error: TorchEchoError) -> None:
         self.phase = Phase.OFF
