@@ -534,8 +534,8 @@ def is_flat_sharded(module: torch.nn.Module) -> bool:
 
 
 def gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors into which the parameters of a module that :func:`is_sharded` are gathered. They are made when it is first called;
-    from then on, their storages are emptied and filled."""
+    """The tensors into which the parameters of a module that :func:`is_sharded` are gathered. They are made when it is first
+    called; from then on, their storages are emptied and filled."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -651,7 +651,7 @@ def mark() -> None:
 
 
 def profiler_running() -> bool:
-    """Is a profiler active, so that a second one cannot start?"""
+    """Is a profiler active on this thread, so that it sees what the thread allocates, and a second one cannot start?"""
     running: bool = torch._C._autograd._profiler_enabled()
     return running
 

@@ -111,6 +111,10 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
                 rebuilt.discard(ptr)
                 continue
             if nbytes > 0:
+                unseen = walk.open.get(ptr)
+                if unseen is not None:  # freed on a thread that the profiler does not see
+                    graph.storages[unseen].free = tick
+                    walk.live -= graph.storages[unseen].nbytes
                 walk.open[ptr] = len(graph.storages)
                 graph.storages.append(Storage(nbytes, Kind.TEMPORARY, "", tick, len(events)))
             else:

@@ -351,7 +351,7 @@ class Tape(Stackable):
             if owner < 0 and key in self.gathered:
                 return _NOWHERE
             depth = max(depth, owner)
-        return self.scopes[depth] if depth >= 0 else None
+        return None if depth < 0 else self.scopes[depth]
 
     def _emptied_later(self, key: int) -> bool:
         """Is the storage one that parameters are gathered into? There is nothing to be saved from being overwritten."""
@@ -486,7 +486,7 @@ class Tape(Stackable):
         self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
 
 
-_NOWHERE: Any = object()
+_NOWHERE = Scope(torch.nn.Module())
 
 
 def _gone() -> None:

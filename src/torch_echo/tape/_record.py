@@ -181,6 +181,9 @@ class Recorder(Stackable):
         """Does PyTorch compute the layers of the call that is running step by step?"""
         self.active = False
         self._profile = compat.MemoryProfile()
+        self._late: list[Mark] = []
+        """Made on threads that the profiler does not see, as those of a process group: placed before the next mark of one that it
+        does."""
         self._watched: list[Any] = []
 
     # --- life ----------------------------------------------------------------------------------------------------------
@@ -202,6 +205,7 @@ class Recorder(Stackable):
     def stop(self) -> None:
         """End."""
         if self.active:
+            self._place_late()
             self.active = False
             Passes.observer = None
             self._profile.stop()
@@ -213,8 +217,18 @@ class Recorder(Stackable):
 
     def mark(self, what: str, payload: Any = None) -> None:
         """Note that something happened now."""
-        if self.active:
-            self.marks.append(Mark(what, payload))
+        if not self.active:
+            return
+        if not compat.profiler_running():
+            self._late.append(Mark(what, payload))
+            return
+        self._place_late()
+        self.marks.append(Mark(what, payload))
+        compat.mark()
+
+    def _place_late(self) -> None:
+        while self._late:
+            self.marks.append(self._late.pop(0))
             compat.mark()
 
     def enter(self, layer: str) -> None:
@@ -353,7 +367,8 @@ class Recorder(Stackable):
             made=[],
             mutated=[],
             regions=[],
-            keep=any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in tensors) or None in needs,
+            keep=any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in tensors)
+            or None in needs,
             inside=[],
             scopes=self._numbered(),
             needs=tuple(n for n in needs if n is not None),
@@ -454,18 +469,28 @@ class PeakMeter:
         self._device = device
         self._base = live_bytes(device)
         self._freed: list[int] = []
+        self._late: list[int] = []
         self._watched = [weakref.ref(t, functools.partial(self._died, t.untyped_storage().nbytes())) for t in old]
         self._profile = compat.MemoryProfile()
         self._profile.start()
         self._active = True
 
     def _died(self, nbytes: int, _: Any) -> None:
-        if self._active:
-            self._freed.append(nbytes)
+        if not self._active:
+            return
+        self._late.append(nbytes)
+        if compat.profiler_running():
+            self._place_late()
+
+    def _place_late(self) -> None:
+        """See :class:`Recorder`."""
+        while self._late:
+            self._freed.append(self._late.pop(0))
             compat.mark()
 
     def stop(self) -> int | None:
         """End; the peak in bytes, everything on the device included. None if another thread interfered."""
+        self._place_late()
         self._active = False
         self._profile.stop()
         memory, host, _ = self._profile.events(self._device)
@@ -476,11 +501,12 @@ class PeakMeter:
         events += [(e.time, -freed, 0) for e, freed in zip(marks, self._freed, strict=True)]
         events.sort(key=lambda e: e[0])
         live = peak = self._base
-        mine: set[int] = {0}
+        mine: dict[int, int] = {}
         for _, nbytes, ptr in events:
             if nbytes > 0:
-                mine.add(ptr)
-            elif ptr not in mine:
+                live -= mine.get(ptr, 0)  # freed on a thread that the profiler does not see
+                mine[ptr] = nbytes
+            elif ptr and not mine.pop(ptr, 0):
                 continue  # older than this profile, but not than an earlier one
             live += nbytes
             peak = max(peak, live)

@@ -678,6 +678,10 @@ class Session:
             self.phase = Phase.WAIT
 
     def _start_comparison(self) -> None:
+        if self._sharded:
+            self._check_due = False
+            self._note("check", "a step of a sharded model can't be run twice: it communicates", once=True)
+            return
         self._thread = threading.current_thread()
         self._check = Check(self.iterations, self.device, not self.options.reorder, self.paused)
         self._check_due = False
@@ -699,7 +703,13 @@ class Session:
             self._give_up(why, DifferenceFound(why))
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [part for m in self.models() for p in m.parameters() if p.grad is not None for part in compat.parts_of(p.grad)]
+        return [
+            part
+            for m in self.models()
+            for p in m.parameters()
+            if p.grad is not None
+            for part in compat.parts_of(p.grad)
+        ]
 
     def _gathered(self) -> frozenset[int]:
         """Keys of the storages into which sharded modules gather their parameters."""
