@@ -518,6 +518,22 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
+# --- processes -----------------------------------------------------------------------------------------------------------
+
+
+def process_group_store() -> Any:
+    """The key-value store of the default process group, or None without one."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def prefixed_store(prefix: str, store: Any) -> Any:
+    """The part of a store whose keys begin so."""
+    return torch._C._distributed_c10d.PrefixStore(prefix, store)
+
+
 # --- sharded parameters --------------------------------------------------------------------------------------------------
 
 

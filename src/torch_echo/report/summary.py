@@ -39,6 +39,12 @@ class Summary:
     """How many graphs of ``torch.compile`` were planned; 0 with the tape. Peaks are then the largest graph's."""
     planned_together: bool = False
     """Were they planned together? Peaks are then the whole step's."""
+    rank: int = 0
+    """Whose summary it is, in a distributed run."""
+    ranks: int = 1
+    """Processes of that run."""
+    rank_peaks: dict[int, int] = field(default_factory=dict)
+    """On rank 0: the measured peaks of all ranks that told theirs."""
     plan_notes: list[str] = field(default_factory=list)
     """Remarks of the planner, one line each."""
 

@@ -83,6 +83,7 @@ def _summary(summary: Summary) -> RenderableType:
         return Group(*lines, *_rows([*_unhandled_rows(summary), *_note_rows(summary)]))
     rows: list[tuple[str, RenderableType]] = []
     rows += _peak_rows(summary)
+    rows += _rank_rows(summary)
     rows += _time_rows(summary)
     rows += _rebuilt_rows(summary)
     rows += _comparison_rows(summary)
@@ -126,6 +127,17 @@ def _peak_rows(s: Summary) -> list[tuple[str, RenderableType]]:
         above = f"above the {format_bytes(s.base_bytes)} of parameters and optimizer state: "
         rows.append(("", Text(f"{above}{format_bytes(now)} instead of {format_bytes(then)}, {now / then:.2f}x")))
     return rows
+
+
+def _rank_rows(s: Summary) -> list[tuple[str, RenderableType]]:
+    if s.ranks == 1:
+        return []
+    text = f"{s.ranks} processes; this is rank {s.rank}"
+    if len(s.rank_peaks) > 1:
+        rank, peak = max(s.rank_peaks.items(), key=lambda item: item[1])
+        whose = "all" if len(s.rank_peaks) == s.ranks else f"{len(s.rank_peaks)}"
+        text += f". The highest peak of {whose} is {format_bytes(peak)}, of rank {rank}"
+    return [("ranks", Text(text))]
 
 
 def _time_rows(s: Summary) -> list[tuple[str, RenderableType]]:

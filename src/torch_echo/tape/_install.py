@@ -18,7 +18,7 @@ from torch_echo.tape._gate import CLOSED, HOOKS, LAYERS, MODE, WRITE, Door, Plac
 from torch_echo.tape._mode import OFF, Decision, Table
 from torch_echo.tape._stack import Site
 
-__all__ = ["Installed", "decide", "install_plan"]
+__all__ = ["Installed", "decide", "install_plan", "masked_values"]
 
 
 # Fitted to 40 measured steps of five models under plans of all depths. They are several times what a loop over one small op
@@ -269,14 +269,18 @@ def decide(graph: TrainingGraph, dropped: Collection[int]) -> Installed:
     return Installed(tables, after)
 
 
+def masked_values(graph: TrainingGraph, op: Op) -> list[int]:
+    """The values that the bits of an op's masks stand for. Of a composite op, inside which are more values the more steps there
+    are: bit 0 for what is inside (-1: nothing), then its outputs."""
+    if not op.traits & Trait.COMPOSITE:
+        return list(op.writes)
+    inside = graph.inside(op)
+    return [*(inside[:1] or [-1]), *(w for w in op.writes if w not in inside)]
+
+
 def _mask(graph: TrainingGraph, op: Op, dropped: Collection[int]) -> int:
-    """Which of its values an op drops, a bit each. Of a composite op, inside which are more values the more steps there are: bit 0
-    for what is inside, then its outputs."""
-    values: list[int] = list(op.writes)
-    if op.traits & Trait.COMPOSITE:
-        inside = graph.inside(op)
-        values = [*(inside[:1] or [-1]), *(w for w in op.writes if w not in inside)]
-    return sum(1 << j for j, v in enumerate(values) if v in dropped)
+    """Which of its values an op drops, a bit each."""
+    return sum(1 << j for j, v in enumerate(masked_values(graph, op)) if v in dropped)
 
 
 def install_plan(

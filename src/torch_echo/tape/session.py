@@ -44,6 +44,7 @@ from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, Instal
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
+from torch_echo.tape._ranks import Ranks, class_names, given_plan, plan_as_text, plan_from_text
 from torch_echo.tape._record import PeakMeter, Recorder
 from torch_echo.tape._scope import Scope, gathered_keys
 from torch_echo.tape._stack import alone
@@ -135,6 +136,11 @@ class Session:
         self.options = options or Options()
         self.name = name
         self.on_event = on_event or (lambda _: None)
+        self.ranks = Ranks(name, lambda remark: self._remarks.append(remark))
+        self._remarks: list[str] = []
+        """Of the planning of several ranks."""
+        self._nesting: set[tuple[str, str]] = set()
+        """Of the recorded iteration: see `install_plan`."""
         self.phase = Phase.WAIT
         self.iterations = 0
         self.graph: TrainingGraph | None = None
@@ -233,7 +239,15 @@ class Session:
 
     def summary(self) -> Summary:
         """What the session did."""
+        self.ranks.collect(last=True)
         s = Summary(steps=self.iterations, unhandled=list(self.unhandled), comparison=self.comparison)
+        s.rank, s.ranks, s.rank_peaks = self.ranks.rank, self.ranks.size, dict(self.ranks.peaks)
+        s.plan_notes = list(self._remarks)
+        mine = {(what, why) for what, why, _ in s.unhandled}
+        for rank, notes in sorted(self.ranks.notes.items()):
+            s.unhandled += [
+                (f"rank {rank}: {what}", why, where) for what, why, where in notes if (what, why) not in mine
+            ]
         if self.graph is None or self.plan is None:
             return s
         s.measured_peak = self.measured_peak
@@ -477,6 +491,7 @@ class Session:
         if self.installed is not None:
             self.installed.reset()
         self._local.tape.gathered = self._gathered()
+        self._follow()
         if not free:
             return
         if self.phase is Phase.WAIT:
@@ -595,6 +610,7 @@ class Session:
         self._recorder.start(self._gradients(), self._optimizer_states())
         self.phase = Phase.RECORD
         self._records += 1
+        self.ranks.begin(self._records)
         self.on_event("recording a step")
 
     def _stop_recording(self) -> None:
@@ -602,6 +618,7 @@ class Session:
         assert recorder is not None and self.device is not None
         recorder.stop()
         if not recorder.saved:
+            self.ranks.publish(self._records, "")
             self.phase = Phase.WAIT
             if self._records >= FAILED_RECORDS:
                 self.phase = Phase.OFF
@@ -621,10 +638,12 @@ class Session:
             self._make_plan(recorder)
             self._local.tape.trusted = frozenset(recorder.known)
         except CaptureError as error:  # another thread may have been in the way
+            self.ranks.publish(self._records, "")
             self.phase = Phase.WAIT
             if self._records >= FAILED_RECORDS or self.options.strict:
                 self._give_up(str(error), error)
         except BudgetInfeasible as error:
+            self.ranks.publish(self._records, "")
             self.phase = Phase.OFF
             self._failure = error
 
@@ -632,7 +651,8 @@ class Session:
         assert self.graph is not None and self.device is not None
         options = self.options
         budget = options.budget_bytes(self.device)
-        self.plan = plan(
+        self._nesting = recorder.nesting
+        self.plan = self._plan_of_rank_0(self.ranks.plan(self._records), budget) or plan(
             self.graph,
             budget=budget,
             max_overhead=options.max_overhead,
@@ -642,9 +662,39 @@ class Session:
         )
         if isinstance(self._local.tape, OnlineTape):
             self._local.tape = Tape(self.options.reorder)
-        self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
+        if self.ranks.size > 1 and not self.ranks.rank:
+            names = class_names(self.graph, self._codes)
+            self.ranks.publish(self._records, plan_as_text(self.graph, self.plan.dropped, names))
+        self.installed = install_plan(self, self.graph, self.plan.dropped, self._nesting)
         self.phase = Phase.CHECK
         self.on_event("planned")
+
+    def _plan_of_rank_0(self, text: str, budget: int | None) -> Plan | None:
+        """On other ranks: the plan that rank 0 has made, for this rank's graph. None if there is none, or if this rank needs its
+        own."""
+        if not text or self.graph is None:
+            return None
+        dropped = plan_from_text(text, self.graph, class_names(self.graph, self._codes))
+        if dropped is None:
+            self._remarks.append("this rank plans for itself: it ran other code than rank 0 in the recorded step")
+            return None
+        given = given_plan(self.graph, dropped, engine_seconds(self.graph))
+        if budget is not None and given.peak > budget:
+            self._remarks.append(
+                "this rank plans for itself: with rank 0's plan it would not stay within the memory budget"
+            )
+            return None
+        return given
+
+    def _follow(self) -> None:
+        """Take over what other ranks have told since: rank 0's newer plan, and on rank 0 the others' peaks."""
+        self.ranks.collect()
+        text = self.ranks.newer(self.iterations)
+        if text and self.installed is not None and self.device is not None:
+            given = self._plan_of_rank_0(text, self.options.budget_bytes(self.device))
+            if given is not None and self.graph is not None:
+                self.plan = given
+                self.installed = install_plan(self, self.graph, given.dropped, self._nesting)
 
     def _abort_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -654,6 +704,7 @@ class Session:
             ):  # mode and hooks of another thread are not to be reached from here
                 recorder.lift()
             recorder.stop()
+            self.ranks.publish(self._records, "")
             self.phase = Phase.WAIT
 
     def _start_check(self) -> None:
@@ -672,6 +723,7 @@ class Session:
         if peak is None or self.phase is not Phase.CHECK or self.plan is None or self._calls != self._recorded_calls:
             return
         self.measured_peak = peak
+        self._tell_ranks()
         self.phase = Phase.STEADY
         if abs(peak - self.plan.peak) > CHECK_TOLERANCE * self.plan.peak and not self._remade:
             self._remade = True
@@ -813,3 +865,7 @@ class Session:
         if self.options.strict:
             raise CaptureError(f"{what}: {why}")
         self.unhandled.append((what, why, script_line()))
+        self._tell_ranks()
+
+    def _tell_ranks(self) -> None:
+        self.ranks.tell(self.measured_peak, [*self.unhandled, *(("planning", remark, "") for remark in self._remarks)])
