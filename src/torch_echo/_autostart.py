@@ -9,7 +9,8 @@ torch is never imported from here. The engine is installed at the moment at whic
 the environment) still has its effect, and a program that never imports torch never pays for it.
 
 Only the process that was started is watched. Forked children (data loader workers) are told apart by their process id,
-and spawned children of ``multiprocessing`` by their command line.
+and spawned children of ``multiprocessing`` by their command line; those of ``torch.multiprocessing.spawn`` are watched too
+(see :mod:`torch_echo._workers`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
+
+from torch_echo._workers import Job, launches, wrap_spawn
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -35,6 +39,10 @@ __all__ = ["Activation", "SessionFactory", "SessionLike", "activate", "current",
 
 PARENT = "TORCH_ECHO_PARENT"
 """Set for the children of a process that ``TORCH_ECHO=1`` activated: they stay silent unless they train."""
+
+
+_RANK = "{rank}"
+"""Stands for the rank in the name of a file."""
 
 
 class SessionLike(Protocol):
@@ -79,6 +87,8 @@ class Activation:
         self._session: SessionLike | None = None
         self._opened_with: Options | None = None
         self._finder: _AfterImport | None = None
+        self._undo_spawn: Callable[[], None] = lambda: None
+        self._spawned = False
 
     def start(self) -> None:
         """Open the session as soon as torch is there; report at exit, after the program's own exit handlers."""
@@ -98,6 +108,7 @@ class Activation:
     def _leave(self) -> None:
         if self._finder is not None and self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
+        self._undo_spawn()
         session, self._session = self._session, None
         if session is not None:
             with suppress(Exception):
@@ -116,6 +127,14 @@ class Activation:
         session = factory(self._opened_with, name="run", on_event=_progress if _on_terminal() else None)
         session.watch_all()
         self._session = session
+        self._undo_spawn = wrap_spawn(self._job)
+
+    def _job(self) -> Job | None:
+        """What processes that this one spawns are to be watched with."""
+        if os.getpid() != self._pid or self._opened_with is None:
+            return None
+        self._spawned = True
+        return Job(self._opened_with, self._factory, self._report_file, self._graph_file)
 
     def finish(self) -> None:
         """Close the session and write the report. Never raises, so that the program's exit status stays its own."""
@@ -145,20 +164,38 @@ class Activation:
         finally:
             if session is not None:
                 session.close()
-        # Ranks of a distributed run would print one block each; the first one speaks.
-        if os.environ.get("RANK", "0") != "0":
-            return
-        if summary.steps or self._always_report or (session is not None and not _launches_others()):
+        # Ranks of a distributed run would print one block each: the first one speaks. There is a file for each if its name says so.
+        rank = str(summary.rank) if summary.ranks > 1 else os.environ.get("RANK", "0")
+        asked = self._always_report or (session is not None and not _launches_others())
+        if rank == "0" and (summary.steps or (asked and not self._spawned)):
             print_summary(summary, file=_stderr())
-        if self._report_file is not None:
-            write_summary(self._report_file, summary, self._opened_with)
-        if graph is not None and self._graph_file is not None:
+        if self._spawned and not summary.steps:
+            return  # files are those of the processes that it has spawned
+        if self._report_file is not None and (rank == "0" or _RANK in self._report_file):
+            write_summary(self._report_file.replace(_RANK, rank), summary, self._opened_with)
+        if graph is not None and self._graph_file is not None and (rank == "0" or _RANK in self._graph_file):
             from torch_echo.graphio import save_graph
 
-            save_graph(graph, self._graph_file)
+            save_graph(graph, self._graph_file.replace(_RANK, rank))
 
 
 _current: Activation | None = None
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """Makes sessions of one engine; can be sent to another process."""
+
+    name: str
+
+    def __call__(self, options: Options, *, name: str, on_event: Callable[[str], None] | None) -> SessionLike:
+        if self.name == "compile":
+            from torch_echo.compile import CompileSession
+
+            return CompileSession(options, name=name, on_event=on_event)
+        from torch_echo.tape.session import Session
+
+        return Session(options, name=name, on_event=on_event)
 
 
 def engine(chosen: str | None = None) -> SessionFactory:
@@ -170,16 +207,7 @@ def engine(chosen: str | None = None) -> SessionFactory:
 
         raise OptionError(f"engine={chosen!r}: must be 'tape' or 'compile'")
 
-    def make(options: Options, *, name: str, on_event: Callable[[str], None] | None) -> SessionLike:
-        if chosen == "compile":
-            from torch_echo.compile import CompileSession
-
-            return CompileSession(options, name=name, on_event=on_event)
-        from torch_echo.tape.session import Session
-
-        return Session(options, name=name, on_event=on_event)
-
-    return make
+    return _Engine(chosen)
 
 
 def current() -> Activation | None:
@@ -225,8 +253,14 @@ def deactivate() -> None:
 
 def install(session_factory: SessionFactory | None = None) -> None:
     """What ``TORCH_ECHO=1`` does, called by ``torch_echo_autostart.pth`` when Python starts."""
-    if not _is_worker(sys.orig_argv):
-        activate(_options_from_env, session_factory=session_factory, always_report=False, hook_exceptions=True)
+    if _is_worker(sys.orig_argv) or launches(sys.orig_argv):
+        return
+    files = {f"{what}_file": _absolute(os.environ.get(f"TORCH_ECHO_{what.upper()}")) for what in ("report", "graph")}
+    activate(_options_from_env, session_factory=session_factory, always_report=False, hook_exceptions=True, **files)
+
+
+def _absolute(path: str | None) -> str | None:
+    return os.path.abspath(path) if path else None
 
 
 def _options_from_env() -> Options:

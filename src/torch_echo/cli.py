@@ -17,6 +17,7 @@ import click
 
 from torch_echo._autostart import engine as choose_engine
 from torch_echo._version import __version__
+from torch_echo._workers import is_launcher, to_workers
 from torch_echo.errors import GraphFileError, OptionError, TorchEchoError
 from torch_echo.launch import Target, fail, launch
 from torch_echo.options import Options
@@ -73,9 +74,17 @@ def _cli() -> None:
 @click.option(
     "--strict", is_flag=True, default=None, help="What can't be handled is an error, not left to plain PyTorch."
 )
-@click.option("--report", "report_file", metavar="FILE.json", help="Write the final report to this file too.")
 @click.option(
-    "--graph", "graph_file", metavar="FILE", help="Write the recorded training graph, for torch-echo explain."
+    "--report",
+    "report_file",
+    metavar="FILE.json",
+    help="Write the final report to this file too; with {rank} in its name, one per rank.",
+)
+@click.option(
+    "--graph",
+    "graph_file",
+    metavar="FILE",
+    help="Write the recorded training graph, for torch-echo explain; {rank} as above.",
 )
 @click.option("--engine", metavar="tape|compile", help="tape: eager ops as they run; compile: torch.compile.")
 @click.option("-m", "module", is_flag=True, help="Run a module, as python -m does.")
@@ -109,6 +118,9 @@ def _run(
         options = None
     factory = choose_engine(engine)
     target = Target(program[0], program[1:], module)
+    if options is not None and is_launcher(target.name, module):
+        to_workers(os.environ, options, engine, report_file, graph_file)
+        options = None
     return lambda: launch(target, options, report_file=report_file, graph_file=graph_file, session_factory=factory)
 
 

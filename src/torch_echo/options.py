@@ -30,8 +30,8 @@ class Options:
     """What the user asks for. Raises :class:`OptionError`, naming the option, the value and what is allowed."""
 
     memory_budget: int | float | str | None = None
-    """Peak to stay under, everything on the device included: bytes, "8GiB", or a fraction of the device's memory (of
-    the machine's on CPU). The plan with the least extra time that fits is taken."""
+    """Peak to stay under in each process, everything on the device included: bytes, "8GiB", or a fraction of the device's
+    memory (on CPU, of this process's part of the machine's). The plan with the least extra time that fits is taken."""
     max_overhead: float | None = None
     """Fraction of a step's time that rebuilding may add, at least 0. The plan with the least memory is taken.
     0.05 where neither this nor a budget is set."""
@@ -108,14 +108,23 @@ class Options:
 
 _NAMES = tuple(field.name for field in fields(Options))
 
+spawned_together = 1
+"""Processes that ``torch.multiprocessing`` has spawned together with this one."""
+
+
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """Processes of a distributed run on this machine: as torchrun says, or as they were spawned."""
+    told = environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(told) if told.isdecimal() else 1, spawned_together)
+
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of the device's memory; of the machine's for the CPU."""
+    """Bytes of the device's memory. For the CPU, of the machine's, of which each process of a distributed run has its part."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks()
 
 
 def refuse_check(options: Options) -> None:
