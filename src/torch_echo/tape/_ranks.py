@@ -19,7 +19,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from torch_echo import compat
 from torch_echo.footprint import replay
 from torch_echo.graph import Phase, TrainingGraph, Trait
 from torch_echo.planning import Front, Plan, Point, plan
-from torch_echo.tape._install import masked_values
+from torch_echo.tape._install import engine_seconds, masked_values
 from torch_echo.tape._mode import Decision
 
 __all__ = ["Ranks", "class_names", "given_plan", "plan_as_text", "plan_from_text"]
@@ -45,8 +44,8 @@ POLL = 10
 ATTEMPTS = 50
 """Iterations in which rank 0 looks for the other ranks' peaks."""
 
-_SLICE = timedelta(seconds=1)
-"""Signals are handled between such slices of waiting."""
+_NAP = 0.02
+"""Seconds between two looks for what another rank is about to tell."""
 
 Names = list[str]
 """For each class of ops, what it is called in all processes; "" for those of the backward pass."""
@@ -78,8 +77,9 @@ def _code(code: Any) -> str:
     return "" if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}:{code.co_name}"
 
 
-def _digest(names: Names) -> str:
-    return hashlib.sha256("\n".join(sorted(n for n in names if n)).encode()).hexdigest()
+def _code_key(names: Names) -> str:
+    """The same in all processes that ran the same code in the recorded step, however often."""
+    return "code/" + hashlib.sha256("\n".join(sorted(n for n in names if n)).encode()).hexdigest()
 
 
 def plan_as_text(graph: TrainingGraph, dropped: frozenset[int], names: Names) -> str:
@@ -96,18 +96,13 @@ def plan_as_text(graph: TrainingGraph, dropped: frozenset[int], names: Names) ->
         for cls, by_call in masks.items()
         if any(map(any, by_call.values()))
     }
-    return json.dumps({"code": _digest(names), "dropped": taken})
+    return json.dumps(taken)
 
 
-def plan_from_text(text: str, graph: TrainingGraph, names: Names) -> frozenset[int] | None:
-    """The values of `graph` that a plan by names drops. None if it was made for other code, or does not suit."""
-    try:
-        record = json.loads(text)
-        code, taken = record["code"], record["dropped"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    if code != _digest(names):
-        return None
+def plan_from_text(text: str | bytes, graph: TrainingGraph, names: Names) -> frozenset[int] | None:
+    """The values of `graph` that a plan by names drops. None if some of them can't be rebuilt here. Raises ValueError for a text
+    that is none of :func:`plan_as_text`'s."""
+    taken = json.loads(text)
     decisions: dict[tuple[int, int], Decision | None] = {}
     dropped: set[int] = set()
     for op in graph.ops:
@@ -126,10 +121,10 @@ def plan_from_text(text: str, graph: TrainingGraph, names: Names) -> frozenset[i
     return frozenset(dropped)
 
 
-def given_plan(graph: TrainingGraph, dropped: frozenset[int], fixed_seconds: Callable[[frozenset[int]], float]) -> Plan:
-    """The plan that drops these values, replayed on `graph`. `fixed_seconds`: see :func:`torch_echo.planning.plan`."""
+def given_plan(graph: TrainingGraph, dropped: frozenset[int]) -> Plan:
+    """The plan that drops these values, replayed on `graph`."""
     replayed = replay(graph, dropped)
-    extra = replayed.extra_seconds + (fixed_seconds(dropped) if dropped else 0.0)
+    extra = replayed.extra_seconds + (engine_seconds(graph)(dropped) if dropped else 0.0)
     point = Point(dropped, replayed.peak, extra, "rank 0")
     front = Front(Point(frozenset(), replay(graph).peak, 0.0, "baseline"))
     front.add(point)
@@ -191,47 +186,80 @@ class Ranks:
         if store is not None and self.rank == 0:
             self._set(store, f"{number}/begun", "1")
 
-    def publish(self, number: int, text: str) -> None:
-        """Rank 0 has planned; "" if its recording came to nothing. On other ranks nothing is done."""
+    def give_up(self, number: int) -> None:
+        """The recording has come to nothing: nobody is to wait for the plan."""
         store = self._store()
         if store is not None and self.rank == 0:
-            self._set(store, f"{number}/plan", text)
-            if text:
-                self._set(store, "latest", str(number))
+            self._set(store, f"{number}/done", "")
 
-    def plan(self, number: int) -> str:
-        """Rank 0's plan, for this rank's plan of this number; waits for it if rank 0 is about to make it. "" if there is none, or
-        this is rank 0."""
+    def agree(
+        self,
+        number: int,
+        graph: TrainingGraph,
+        codes: Mapping[int, Any],
+        budget: int | None,
+        own: Callable[[], Plan],
+    ) -> Plan:
+        """The plan for a graph that this rank has recorded: on rank 0 its `own`, which the others are told; on them, rank 0's for
+        the same code, unless there is none or it does not keep within the `budget` on this graph. Raises what `own` raises.
+        """
         store = self._store()
-        if store is None or self.rank == 0:
-            return ""
-        try:
-            latest = self._latest(store)
-            patience, self._start_patience = self._start_patience, 0.0
-            if latest < number and self._there(store, f"{number}/begun", patience):
-                if self._there(store, f"{number}/plan", PATIENCE):
-                    latest = max(latest, self._latest(store))
-                else:
-                    self._note(f"this rank plans apart: no plan came from rank 0 within {PATIENCE:.0f} s")
-            self._taken = latest
-            return store.get(f"{latest}/plan").decode() if latest else ""
-        except (RuntimeError, ValueError) as error:
-            self._lose(error)
-            return ""
+        if store is None:
+            return own()
+        names = class_names(graph, codes)
+        if self.rank == 0:
+            made = own()
+            self._set(store, _code_key(names), plan_as_text(graph, made.dropped, names))
+            self._set(store, "latest", str(number))
+            self._set(store, f"{number}/done", "1")
+            return made
+        self._await(store, number)
+        given = self._given(store, graph, names)
+        if given is None:
+            if self._taken:
+                self._note("this rank plans for itself: it ran other code than rank 0 in the recorded step")
+            return own()
+        if budget is not None and given.peak > budget and (made := own()).peak <= budget:
+            self._note("this rank plans for itself: rank 0's plan would not keep within the memory budget here")
+            return made
+        return given
 
-    def newer(self, iteration: int) -> str:
-        """Rank 0's plan if it has made another one since; looked for now and then. Otherwise ""."""
+    def newer(self, iteration: int, graph: TrainingGraph, codes: Mapping[int, Any]) -> Plan | None:
+        """If rank 0 has planned again since: its plan for this code. Looked for now and then."""
         if self.size == 1 or self.rank == 0 or iteration % POLL or (store := self._store()) is None:
-            return ""
+            return None
         try:
             latest = self._latest(store)
-            if latest <= self._taken:
-                return ""
-            self._taken = latest
-            return str(store.get(f"{latest}/plan").decode())
         except (RuntimeError, ValueError):
             self._lost = True  # rank 0 has come to its end, and the store with it
-            return ""
+            return None
+        if latest <= self._taken:
+            return None
+        self._taken = latest
+        return self._given(store, graph, class_names(graph, codes))
+
+    def _await(self, store: Any, number: int) -> None:
+        """Wait until rank 0 has made its plan of this number, if it is about to make it."""
+        patience, self._start_patience = self._start_patience, 0.0
+        try:
+            self._taken = self._latest(store)
+            if self._taken < number and self._there(store, f"{number}/begun", patience):
+                if not self._there(store, f"{number}/done", PATIENCE):
+                    self._note(f"this rank plans for itself: no plan came from rank 0 within {PATIENCE:.0f} s")
+                self._taken = self._latest(store)
+        except (RuntimeError, ValueError) as error:
+            self._lose(error)
+
+    def _given(self, store: Any, graph: TrainingGraph, names: Names) -> Plan | None:
+        if self._lost:
+            return None
+        try:
+            key = _code_key(names)
+            dropped = plan_from_text(store.get(key), graph, names) if store.check([key]) else None
+        except (RuntimeError, ValueError) as error:
+            self._lose(error)
+            return None
+        return None if dropped is None else given_plan(graph, dropped)
 
     def _latest(self, store: Any) -> int:
         return int(store.get("latest")) if store.check(["latest"]) else 0
@@ -242,10 +270,7 @@ class Ranks:
         while not store.check([key]):
             if time.monotonic() >= end:
                 return False
-            try:
-                store.wait([key], _SLICE)
-            except torch.distributed.DistStoreError:
-                continue
+            time.sleep(_NAP)  # the store's own waiting would log a warning, and keep signals from being handled
         return True
 
     def _set(self, store: Any, key: str, value: str) -> None:

@@ -44,7 +44,7 @@ from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, Instal
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
-from torch_echo.tape._ranks import Ranks, class_names, given_plan, plan_as_text, plan_from_text
+from torch_echo.tape._ranks import Ranks
 from torch_echo.tape._record import PeakMeter, Recorder
 from torch_echo.tape._scope import Scope, gathered_keys
 from torch_echo.tape._stack import alone
@@ -136,7 +136,7 @@ class Session:
         self.options = options or Options()
         self.name = name
         self.on_event = on_event or (lambda _: None)
-        self.ranks = Ranks(name, lambda remark: self._remarks.append(remark))
+        self.ranks = Ranks(name, self._remark)
         self._remarks: list[str] = []
         """Of the planning of several ranks."""
         self._nesting: set[tuple[str, str]] = set()
@@ -618,7 +618,7 @@ class Session:
         assert recorder is not None and self.device is not None
         recorder.stop()
         if not recorder.saved:
-            self.ranks.publish(self._records, "")
+            self.ranks.give_up(self._records)
             self.phase = Phase.WAIT
             if self._records >= FAILED_RECORDS:
                 self.phase = Phase.OFF
@@ -638,12 +638,12 @@ class Session:
             self._make_plan(recorder)
             self._local.tape.trusted = frozenset(recorder.known)
         except CaptureError as error:  # another thread may have been in the way
-            self.ranks.publish(self._records, "")
+            self.ranks.give_up(self._records)
             self.phase = Phase.WAIT
             if self._records >= FAILED_RECORDS or self.options.strict:
                 self._give_up(str(error), error)
         except BudgetInfeasible as error:
-            self.ranks.publish(self._records, "")
+            self.ranks.give_up(self._records)
             self.phase = Phase.OFF
             self._failure = error
 
@@ -652,49 +652,34 @@ class Session:
         options = self.options
         budget = options.budget_bytes(self.device)
         self._nesting = recorder.nesting
-        self.plan = self._plan_of_rank_0(self.ranks.plan(self._records), budget) or plan(
-            self.graph,
-            budget=budget,
-            max_overhead=options.max_overhead,
-            policy=options.policy,
-            on_infeasible=options.on_infeasible,
-            fixed_seconds=engine_seconds(self.graph),
-        )
+        graph = self.graph
+
+        def own() -> Plan:
+            return plan(
+                graph,
+                budget=budget,
+                max_overhead=options.max_overhead,
+                policy=options.policy,
+                on_infeasible=options.on_infeasible,
+                fixed_seconds=engine_seconds(graph),
+            )
+
+        self.plan = self.ranks.agree(self._records, graph, self._codes, budget, own)
         if isinstance(self._local.tape, OnlineTape):
             self._local.tape = Tape(self.options.reorder)
-        if self.ranks.size > 1 and not self.ranks.rank:
-            names = class_names(self.graph, self._codes)
-            self.ranks.publish(self._records, plan_as_text(self.graph, self.plan.dropped, names))
         self.installed = install_plan(self, self.graph, self.plan.dropped, self._nesting)
         self.phase = Phase.CHECK
         self.on_event("planned")
 
-    def _plan_of_rank_0(self, text: str, budget: int | None) -> Plan | None:
-        """On other ranks: the plan that rank 0 has made, for this rank's graph. None if there is none, or if this rank needs its
-        own."""
-        if not text or self.graph is None:
-            return None
-        dropped = plan_from_text(text, self.graph, class_names(self.graph, self._codes))
-        if dropped is None:
-            self._remarks.append("this rank plans for itself: it ran other code than rank 0 in the recorded step")
-            return None
-        given = given_plan(self.graph, dropped, engine_seconds(self.graph))
-        if budget is not None and given.peak > budget:
-            self._remarks.append(
-                "this rank plans for itself: with rank 0's plan it would not stay within the memory budget"
-            )
-            return None
-        return given
-
     def _follow(self) -> None:
         """Take over what other ranks have told since: rank 0's newer plan, and on rank 0 the others' peaks."""
         self.ranks.collect()
-        text = self.ranks.newer(self.iterations)
-        if text and self.installed is not None and self.device is not None:
-            given = self._plan_of_rank_0(text, self.options.budget_bytes(self.device))
-            if given is not None and self.graph is not None:
-                self.plan = given
-                self.installed = install_plan(self, self.graph, given.dropped, self._nesting)
+        if self.installed is None or self.graph is None:
+            return
+        given = self.ranks.newer(self.iterations, self.graph, self._codes)
+        if given is not None:
+            self.plan = given
+            self.installed = install_plan(self, self.graph, given.dropped, self._nesting)
 
     def _abort_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -704,7 +689,7 @@ class Session:
             ):  # mode and hooks of another thread are not to be reached from here
                 recorder.lift()
             recorder.stop()
-            self.ranks.publish(self._records, "")
+            self.ranks.give_up(self._records)
             self.phase = Phase.WAIT
 
     def _start_check(self) -> None:
@@ -866,6 +851,10 @@ class Session:
             raise CaptureError(f"{what}: {why}")
         self.unhandled.append((what, why, script_line()))
         self._tell_ranks()
+
+    def _remark(self, text: str) -> None:
+        if text not in self._remarks:
+            self._remarks.append(text)
 
     def _tell_ranks(self) -> None:
         self.ranks.tell(self.measured_peak, [*self.unhandled, *(("planning", remark, "") for remark in self._remarks)])
