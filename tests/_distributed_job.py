@@ -60,6 +60,23 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), x.flatten())
 
 
+class PostNormBlock(nn.Module):
+    """What it returns is made from its parameters, and is cheap to make again; but not from outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+class PostNorm(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[PostNormBlock() for _ in range(4)])
+
+
 class Unused(Transformer):
     """Which parts take part changes from step to step."""
 
@@ -182,6 +199,7 @@ CASES = {
     "fsdp_half": Case(Transformer, functools.partial(sharded, mp_policy=half)),
     "fsdp_gathered": Case(Transformer, functools.partial(sharded, reshard_after_forward=False)),
     "fsdp_accumulating": Case(Transformer, sharded, unsynchronised),
+    "fsdp_post_norm": Case(PostNorm, sharded, options={"memory_budget": 1, "on_infeasible": "least"}),
     "fsdp_budget": Case(Transformer, sharded, options={"memory_budget": 1, "on_infeasible": "least"}),
 }
 

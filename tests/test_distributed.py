@@ -48,8 +48,8 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 # --- ways of distribution ------------------------------------------------------------------------------------------------
 
-QUICK = ["ddp", "unused", "no_sync", "buffers", "recurrent", "uneven", "fsdp", "fsdp_half", "fsdp_accumulating"]
-SAME_SHAPES = ["ddp", "buffers", "recurrent", "fsdp", "fsdp_half"]
+QUICK = ["ddp", "unused", "no_sync", "buffers", "recurrent", "uneven", "fsdp", "fsdp_half", "fsdp_post_norm"]
+SAME_SHAPES = ["ddp", "buffers", "recurrent", "fsdp", "fsdp_half", "fsdp_post_norm"]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,8 @@ def test_case(quick: list[dict[str, Any]], name: str) -> None:
 def test_the_replay_is_the_allocators(quick: list[dict[str, Any]], name: str) -> None:
     for rank in quick:
         # The process group's own thread lets go of what is communicated, sooner or later.
-        assert rank[name]["measured"] == pytest.approx(rank[name]["replayed"], rel=0.02)
+        tolerance = 0.05 if "fsdp" in name else 0.01
+        assert rank[name]["measured"] == pytest.approx(rank[name]["replayed"], rel=tolerance)
 
 
 def test_with_gathered_parameters_blocks_are_rebuilt_from_their_own(quick: list[dict[str, Any]]) -> None:
@@ -98,7 +99,7 @@ def test_with_gathered_parameters_blocks_are_rebuilt_from_their_own(quick: list[
 
 @pytest.mark.long
 def test_other_cases(tmp_path: Path) -> None:
-    names = ["static_graph", "bucket_view", "join", "fsdp_gathered", "fsdp_budget"]
+    names = ["static_graph", "bucket_view", "join", "fsdp_gathered", "fsdp_budget", "fsdp_accumulating"]
     found = cases(tmp_path, names)
     for name in names:
         check(found, name)
