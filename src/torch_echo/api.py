@@ -82,7 +82,8 @@ def apply(
     plain PyTorch (`summary().comparison`); if it differs, a warning says where, and training is left to plain PyTorch. `strict`:
     make an error of what would be left to plain PyTorch with a warning.
 
-    Raises OptionError for bad options, UnsupportedDevice for devices other than CPU and CUDA.
+    Raises OptionError for bad options, UnsupportedDevice for devices other than CPU and CUDA, CaptureError for a model wrapped in
+    FullyShardedDataParallel.
     """
     if not isinstance(model, torch.nn.Module):
         raise OptionError(f"model={model!r}: must be a torch.nn.Module")
