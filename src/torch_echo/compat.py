@@ -557,9 +557,10 @@ def gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     for group in groups:
-        for parameter in group.fsdp_params:
-            yield from getattr(parameter, "all_gather_outputs", ())
-            yield from getattr(parameter, "_unsharded_inner_tensors", ())
+        if group.fsdp_params and group.fsdp_params[0].all_gather_outputs:  # which are made for all at once
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
+                yield from parameter._unsharded_inner_tensors
 
 
 # --- memory events -----------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torch_echo.tape._recipe import (
     tensors_in,
     written,
 )
-from torch_echo.tape._scope import Scope
+from torch_echo.tape._scope import Gathered, Scope
 from torch_echo.tape._stack import Site, Stackable, overwritten, unpack
 
 __all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "unpack"]
@@ -217,8 +217,7 @@ class Tape(Stackable):
         """Ops met so far that write none of their arguments, by identity."""
         self.scopes: list[Scope] = []
         """Calls of sharded modules that are running."""
-        self.gathered: Collection[int] = ()
-        """Storages into which parameters are gathered, as far as they were known when the iteration began."""
+        self.gathered = Gathered(())
 
     # --- forward: ops ------------------------------------------------------------------------------------------------
 

@@ -322,7 +322,7 @@ class Recipe:
                     f"torch-echo: a tensor of shape {list(t.shape)} that {self.rule.name} read in the forward pass was "
                     f"changed in place before the backward pass (version {compat.version_of(t)}, expected {arg.version})"
                 )
-            if self.scope is not None and compat.is_emptied(t):
+            if compat.is_emptied(t):
                 raise RebuildError(
                     f"torch-echo: a sharded parameter of shape {list(t.shape)} that {self.rule.name} read in the forward "
                     "pass is not gathered where backward needs what was made of it"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from sys import _getframe
 from time import perf_counter
@@ -28,7 +28,7 @@ from torch_echo.tape._gate import Place
 from torch_echo.tape._layer import layer_rule, layer_spec, long, plain, stepwise
 from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
-from torch_echo.tape._scope import Scope
+from torch_echo.tape._scope import Gathered, Scope
 from torch_echo.tape._stack import Site, Stackable, unpack
 
 __all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage"]
@@ -141,7 +141,7 @@ class Recorder(Stackable):
         tables: Mapping[str, Sequence[Table]] | None = None,
         script: bool = True,
         reorder: bool = False,
-        gathered: Collection[int] = (),
+        gathered: Gathered | None = None,
     ) -> None:
         super().__init__(reorder)
         self.device = device
@@ -172,8 +172,7 @@ class Recorder(Stackable):
         self.base_bytes = 0
         self.scopes: list[Scope] = []
         """Calls of sharded modules that are running."""
-        self.gathered = gathered
-        """See :class:`Tape`."""
+        self.gathered = gathered or Gathered(())
         self._numbers: dict[Scope, int] = {}
         self._layer: OpCall | None = None
         """The recurrent layer that is running as one op."""

@@ -9,12 +9,13 @@ module, or of one inside it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 
 from torch_echo import compat
 
-__all__ = ["Scope", "gathered_keys"]
+__all__ = ["Gathered", "Scope", "gathered_keys"]
 
 
 def gathered_keys(module: torch.nn.Module) -> frozenset[int]:
@@ -38,3 +39,30 @@ class Scope:
             module = self._module()
             self._keys = gathered_keys(module) if module is not None else frozenset()
         return self._keys
+
+
+class Gathered:
+    """Keys of all storages into which some sharded modules gather their parameters."""
+
+    def __init__(self, modules: Iterable[weakref.ref[torch.nn.Module]]) -> None:
+        self._keys: set[int] = set()
+        self._uncalled = list(modules)
+        """Modules that have gathered nothing so far."""
+        self._some = bool(self._uncalled)
+
+    def __bool__(self) -> bool:
+        return self._some
+
+    def __contains__(self, key: int) -> bool:
+        if self._uncalled:
+            self._look()
+        return key in self._keys
+
+    def _look(self) -> None:
+        modules = [(ref, module) for ref in self._uncalled if (module := ref()) is not None]
+        self._uncalled = []
+        for ref, module in modules:
+            keys = gathered_keys(module)
+            self._keys |= keys
+            if not keys:
+                self._uncalled.append(ref)

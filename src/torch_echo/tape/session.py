@@ -46,7 +46,7 @@ from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._ranks import Ranks
 from torch_echo.tape._record import PeakMeter, Recorder
-from torch_echo.tape._scope import Scope, gathered_keys
+from torch_echo.tape._scope import Gathered, Scope
 from torch_echo.tape._stack import alone
 
 __all__ = ["Phase", "Session"]
@@ -373,7 +373,7 @@ class Session:
         local = self._local
         if lean:
             if not isinstance(local.tape, OnlineTape):
-                local.tape = OnlineTape(set(self._known()))
+                local.tape = self._online_tape(set(self._known()))
             local.tape.switch(True, True)
         local.lifted += 1
         try:
@@ -490,7 +490,9 @@ class Session:
         self._calls = []
         if self.installed is not None:
             self.installed.reset()
-        self._local.tape.gathered = self._gathered()
+        if self.iterations == 1:
+            self._find_sharded()
+        self._local.tape.gathered = Gathered(self._sharded)
         self._follow()
         if not free:
             return
@@ -596,11 +598,11 @@ class Session:
         self._find_sharded()
         tape, tables = None, None
         if self._lean():
-            tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
+            tape = self._online_tape(set(known)) if self.installed is None else self._local.tape
             tables = self.installed.tables if self.installed is not None else None
             self._local.tape = tape
         self._recorder = Recorder(
-            self.device, known, tape, tables, self._watch_all, self.options.reorder, self._gathered()
+            self.device, known, tape, tables, self._watch_all, self.options.reorder, Gathered(self._sharded)
         )
         self.installed = None
         for e in entries.values():
@@ -748,14 +750,10 @@ class Session:
             for part in compat.parts_of(p.grad)
         ]
 
-    def _gathered(self) -> frozenset[int]:
-        """Keys of the storages into which sharded modules gather their parameters."""
-        keys: set[int] = set()
-        for ref in self._sharded:
-            module = ref()
-            if module is not None:
-                keys |= gathered_keys(module)
-        return frozenset(keys)
+    def _online_tape(self, known: set[int]) -> OnlineTape:
+        tape = OnlineTape(known)
+        tape.gathered = Gathered(self._sharded)
+        return tape
 
     def _find_sharded(self) -> None:
         """A model may have been sharded after it was taken in."""
