@@ -292,9 +292,12 @@ class Ranks:
 
     def collect(self, last: bool = False) -> None:
         """On rank 0: what other ranks have told. To be called each iteration; it soon costs nothing."""
-        if self.size == 1 or self.rank or (store := self._store()) is None:
+        if self.size == 1 or self.rank:
             return
         if not last and (len(self.peaks) == self.size or self._attempts >= ATTEMPTS or 0 not in self.peaks):
+            return
+        store = self._store()
+        if store is None:
             return
         self._attempts += 1
         try:
