@@ -421,6 +421,19 @@ class TestEnvironment:
         assert done.returncode == 3
         assert done.stderr.splitlines()[:3] == ["watching", "closed", "torch-echo: 3 training steps"]
 
+    def test_a_launcher_is_not(self, started: Runner) -> None:
+        started.write("torchrun", "import torch, sys\nprint(sys.argv)")
+        done = started.plain("torchrun", "train.py")
+        assert (done.stdout, done.stderr) == ("['torchrun', 'train.py']\n", "")
+
+    def test_report_file(self, started: Runner) -> None:
+        started.write("program.py", "import torch, os\nos.chdir('/')")
+        for rank in ("0", "1"):
+            started.plain("program.py", TORCH_ECHO_REPORT="report-{rank}.json", RANK=rank)
+            assert json.loads((started.folder / f"report-{rank}.json").read_text())["summary"]["steps"] == 3
+        started.plain("program.py", TORCH_ECHO_REPORT="report.json", RANK="1")
+        assert not (started.folder / "report.json").exists()
+
     def test_without_torch_nothing_is_said(self, started: Runner) -> None:
         started.write("program.py", "")
         assert started.plain("program.py").stderr == ""

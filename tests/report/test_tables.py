@@ -53,6 +53,16 @@ SUMMARIES = {
     "nothing_rebuilt": Summary(
         steps=5, measured_peak=5 * MIB, eager_peak=5 * MIB, predicted_peak=5 * MIB, extra_seconds=0.0, step_seconds=0.1
     ),
+    "ranks": Summary(
+        steps=5,
+        measured_peak=366 * MIB,
+        eager_peak=532 * MIB,
+        predicted_peak=366 * MIB,
+        ranks=4,
+        rank_peaks={0: 366 * MIB, 2: 380 * MIB, 1: 366 * MIB},
+        unhandled=[("rank 2: training step", "it was recorded in vain", "train.py:9")],
+    ),
+    "ranks_unmeasured": Summary(steps=5, ranks=2),
     "many_unhandled": Summary(
         steps=5, measured_peak=MIB, unhandled=[(f"op {i}", "why", f"a.py:{i}") for i in range(14)]
     ),
