@@ -176,6 +176,12 @@ def uneven(net: nn.Module, step: Callable[[torch.Tensor], None]) -> None:
         step(x)
 
 
+def outgrowing(net: nn.Module, step: Callable[[torch.Tensor], None]) -> None:
+    """In the last steps, rank 1 has larger batches than those that were planned for."""
+    for i, (small, large) in enumerate(zip(batches(), batches(larger=True), strict=True)):
+        step(large if i > STEPS - 3 else small)
+
+
 @dataclass
 class Case:
     model: Callable[[], nn.Module]
@@ -195,6 +201,7 @@ CASES = {
     "recurrent": Case(Recurrent),
     "join": Case(Transformer, steps=joined),
     "uneven": Case(Transformer, steps=uneven),
+    "outgrown": Case(Transformer, steps=outgrowing),
     "fsdp": Case(Transformer, sharded),
     "fsdp_half": Case(Transformer, functools.partial(sharded, mp_policy=half)),
     "fsdp_gathered": Case(Transformer, functools.partial(sharded, reshard_after_forward=False)),
@@ -258,6 +265,7 @@ def train(case: Case, taped: bool) -> dict[str, Any]:
                 "replayed": session.plan.peak,
                 "eager": session.plan.base_peak,
                 "ranks": summary.ranks,
+                "records": session._records,
                 "rank_peaks": summary.rank_peaks,
                 "rebuilt": sorted({op.name for op in makers}),
             }

@@ -31,8 +31,7 @@ def main(index: int, args: argparse.Namespace) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
     for step in range(8):
-        rows = 512 * (1 + args.larger * rank * (step > 4))
-        x, y = torch.randn(rows, width), torch.randint(10, (rows,))
+        x, y = torch.randn(512, width), torch.randint(10, (512,))
         if step == args.fail_at and rank == args.failing_rank:
             raise ValueError("this rank fails")
         loss = nn.functional.cross_entropy(model(x), y)
@@ -49,7 +48,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--spawn", metavar="PORT")
-    parser.add_argument("--larger", action="store_true")
     parser.add_argument("--fail-at", type=int)
     parser.add_argument("--failing-rank", type=int)
     given = parser.parse_args()
