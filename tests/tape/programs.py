@@ -42,8 +42,30 @@ IN_PLACE = (
 )
 BRANCHES = ("if_data", "if_step", "loop")
 GUESTS = (
-    *("checkpoint", "checkpoint_reentrant", "lstm", "gru", "packed", "gradient", "func_grad", "vmap", "no_grad", "autocast"),
-    *("double", "complex", "function", "foreign_hooks", "foreign_mode", "sparse", "nested", "conv", "attention", "hook"),
+    *(
+        "checkpoint",
+        "checkpoint_reentrant",
+        "lstm",
+        "gru",
+        "packed",
+        "gradient",
+        "func_grad",
+        "vmap",
+        "no_grad",
+        "autocast",
+    ),
+    *(
+        "double",
+        "complex",
+        "function",
+        "foreign_hooks",
+        "foreign_mode",
+        "sparse",
+        "nested",
+        "conv",
+        "attention",
+        "hook",
+    ),
 )
 """What has a life of its own: regions, transforms, types and layers with other rules."""
 
@@ -58,7 +80,11 @@ class Spec:
     @property
     def static(self) -> bool:
         """Does the program run the same ops in each step?"""
-        return not any(name in ("if_data", "if_step") for block in self.blocks for name, *_ in block)
+        return not self.uses({"if_data", "if_step"})
+
+    def uses(self, names: set[str]) -> bool:
+        """Is one of these among the instructions?"""
+        return any(name in names for block in self.blocks for name, *_ in block)
 
 
 def programs(max_ops: int = 10, guests: bool = False) -> st.SearchStrategy[Spec]:
@@ -376,8 +402,10 @@ class Block(nn.Module):
         return Cubed.apply(a.sigmoid()) * b
 
     def do_foreign_hooks(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
-        with torch.autograd.graph.save_on_cpu() if k % 2 else torch.autograd.graph.saved_tensors_hooks(
-            lambda t: t.detach().clone(), lambda t: t
+        with (
+            torch.autograd.graph.save_on_cpu()
+            if k % 2
+            else torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
         ):
             y = torch.tanh(a) * b
         return y.sigmoid()

@@ -147,7 +147,9 @@ class Check:
     def _copy(self, module: torch.nn.Module) -> torch.nn.Module | None:
         if id(module) not in self._copies:
             # Tensors with a history (hidden states that a module keeps) refuse to be copied.
-            kept = [t for part in module.modules() for t in compat.tensors_of(list(vars(part).values())) if not t.is_leaf]
+            kept = [
+                t for part in module.modules() for t in compat.tensors_of(list(vars(part).values())) if not t.is_leaf
+            ]
             try:
                 with self._outer(), torch.no_grad():
                     memo = {id(t): t.detach().clone() for t in kept}
