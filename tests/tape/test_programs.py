@@ -36,7 +36,7 @@ def run(spec: Spec, session: ForcedSession | None, every: bool) -> Trace | Runti
 
 
 UNSEEN = {"gradient", "func_grad", "checkpoint_reentrant"}
-"""Instructions that run a backward pass of their own inside of forward: the tape is lifted there and does not count what lives there."""
+"""Instructions with a backward pass of their own inside of forward: there the tape is lifted, and counts nothing."""
 
 
 def check_programs(examples: int, every: bool, share: float, guests: bool, seed: int) -> None:
