@@ -184,6 +184,17 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Is there memory of its own behind the tensor? Not with subclasses that wrap other tensors (nested ones, DTensor)."""
+    if type(tensor) in _PLAIN:
+        return storage_key(tensor) != -1
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """The tensor's version counter; -1 for inference tensors, which have none and can't be written outside of inference."""
     return -1 if tensor.is_inference() else tensor._version

@@ -233,6 +233,21 @@ class TestManyProcesses:
         cache = new_cache()
         assert all(cache.get("ops", f"{n}.{i}") for n in range(3) for i in range(20))
 
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+    def test_a_process_that_is_killed_leaves_no_broken_file(self, caplog: pytest.LogCaptureFixture) -> None:
+        for milliseconds in range(1, 40, 3):
+            process = multiprocessing.get_context("fork").Process(target=_write_many, args=(milliseconds,))
+            process.start()
+            time.sleep(milliseconds / 1000)
+            process.kill()
+            process.join()
+            cache = new_cache()
+            cache.set("ops", f"after {milliseconds}", 1.0)
+            cache.save()
+            assert new_cache().get("ops", f"after {milliseconds}") == 1.0
+        assert not caplog.records
+        assert not list(stored(cache).parent.glob("*.corrupt*"))
+
     def test_a_lock_that_is_never_released_delays_but_does_not_stop(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_LOCK_SECONDS", 0.1)
         first = new_cache()

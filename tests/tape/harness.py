@@ -25,7 +25,8 @@ from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.planning import Plan
 from torch_echo.tape._install import install_plan
-from torch_echo.tape._recipe import Passes
+from torch_echo.tape._mode import Dropped
+from torch_echo.tape._recipe import Leaf, Passes, Recipe, Slot, View
 from torch_echo.tape._record import PeakMeter, Recorder
 from torch_echo.tape.session import Phase, Session
 
@@ -48,6 +49,7 @@ __all__ = [
     "producers",
     "randomly",
     "start_bytes",
+    "tape_objects",
     "train",
 ]
 
@@ -223,6 +225,13 @@ def loop(
         trace.buffers.append({k: bits(b) for k, b in model.named_buffers()})
         trace.gradients.append({k: bits(p.grad) for k, p in model.named_parameters() if p.grad is not None})
         trace.rng.append(torch.get_rng_state().numpy().copy())
+
+
+def tape_objects() -> list[str]:
+    """Kinds of what is still there of the tape: without a session and a graph, there should be nothing."""
+    gc.collect()
+    kinds = (Slot, Recipe, Leaf, View, Dropped)
+    return [type(o).__name__ for o in gc.get_objects() if type(o) in kinds]
 
 
 def leaked(step: Callable[[], object]) -> int:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["Program", "Spec", "program_loss", "programs"]
 
@@ -39,6 +41,33 @@ IN_PLACE = (
     "twice",
 )
 BRANCHES = ("if_data", "if_step", "loop")
+GUESTS = (
+    *(
+        "checkpoint",
+        "checkpoint_reentrant",
+        "lstm",
+        "gru",
+        "packed",
+        "gradient",
+        "func_grad",
+        "vmap",
+        "no_grad",
+        "autocast",
+    ),
+    *(
+        "double",
+        "complex",
+        "function",
+        "foreign_hooks",
+        "foreign_mode",
+        "sparse",
+        "nested",
+        "conv",
+        "attention",
+        "hook",
+    ),
+)
+"""What has a life of its own: regions, transforms, types and layers with other rules."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +80,20 @@ class Spec:
     @property
     def static(self) -> bool:
         """Does the program run the same ops in each step?"""
-        return not any(name in ("if_data", "if_step") for block in self.blocks for name, *_ in block)
+        return not self.uses({"if_data", "if_step"})
+
+    def uses(self, names: set[str]) -> bool:
+        """Is one of these among the instructions?"""
+        return any(name in names for block in self.blocks for name, *_ in block)
 
 
-def programs(max_ops: int = 10) -> st.SearchStrategy[Spec]:
+def programs(max_ops: int = 10, guests: bool = False) -> st.SearchStrategy[Spec]:
     """Programs of one to three blocks."""
+    kinds: list[tuple[str, ...]] = [BINARY, UNARY, UNARY, VIEWS, IN_PLACE, IN_PLACE, BRANCHES]
+    if guests:
+        kinds += [GUESTS, GUESTS, GUESTS]
     number = st.integers(0, 11)
-    name = st.one_of(*(st.sampled_from(kind) for kind in (BINARY, UNARY, UNARY, VIEWS, IN_PLACE, IN_PLACE, BRANCHES)))
+    name = st.one_of(*(st.sampled_from(kind) for kind in kinds))
     block = st.lists(st.tuples(name, number, number, number), min_size=2, max_size=max_ops).map(tuple)
     return st.lists(block, min_size=1, max_size=3).flatmap(
         lambda blocks: st.builds(
@@ -81,6 +117,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.3)
         self.alpha = nn.AlphaDropout(0.2)
         self.scale = nn.Parameter(torch.randn(COLS) * 0.1 + 1)
+        used = {name for name, *_ in code}
+        if used & {"lstm", "packed"}:
+            self.lstm = nn.LSTM(COLS, COLS // 2, num_layers=2, bidirectional=True, dropout=0.1)
+        if "gru" in used:
+            self.gru = nn.GRU(COLS, COLS, batch_first=True)
+        if "sparse" in used:
+            self.sparse = nn.Embedding(5, COLS, sparse=True)
+        if "conv" in used:
+            self.conv = nn.Conv1d(ROWS, ROWS, 3, padding=1)
+        if "attention" in used:
+            self.attention = nn.MultiheadAttention(COLS, 4, dropout=0.1)
 
     def forward(self, x: Tensor, step: int) -> Tensor:
         pool = [x, self.linear(x), x * self.scale]
@@ -299,6 +346,118 @@ class Block(nn.Module):
         for _ in range(1 + k % 4):
             a = torch.tanh(self.linear(a)) + b
         return a
+
+    # Guests.
+
+    def do_checkpoint(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return checkpoint(lambda x, y: torch.tanh(self.dropout(self.linear(x))) * y, a, b, use_reentrant=False)
+
+    def do_checkpoint_reentrant(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return checkpoint(lambda x, y: torch.sigmoid(self.linear(x)) * y, a, b, use_reentrant=True)
+
+    def do_lstm(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        out, (h, _) = self.lstm(torch.stack([a[:, :COLS], b.sigmoid()], 1))
+        return out[:, 0] + out[:, 1] + h[0, 0].repeat(2)
+
+    def do_gru(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return self.gru(a[None])[0][0] * b
+
+    def do_packed(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        both = torch.stack([a, b], 1)
+        packed = nn.utils.rnn.pack_padded_sequence(both, torch.tensor([ROWS - k, ROWS]), enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])
+        return out.sum(1)
+
+    def do_gradient(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        """A backward pass within forward, and one through it."""
+        with torch.enable_grad():
+            x = a if a.requires_grad else a.clone().requires_grad_()
+            y = torch.tanh(self.linear(x)).square().sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=bool(k % 2))
+        return gradient * 0.1 + b
+
+    def do_func_grad(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return torch.func.grad(lambda x: (torch.tanh(x) * b).sum())(a) + a
+
+    def do_vmap(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return torch.func.vmap(lambda x, y: torch.tanh(x) * y.sigmoid())(a, b)
+
+    def do_no_grad(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        with torch.no_grad():
+            scale = torch.tanh(self.linear(a)).abs().add_(0.5)
+        return b * scale
+
+    def do_autocast(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.tanh(self.linear(a)).float() * b
+
+    def do_double(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return (torch.tanh(a.double()) * b.double().sigmoid()).float()
+
+    def do_complex(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        z = torch.complex(a, b).tanh()
+        return (z * z.conj()).real + (z.imag if k % 2 else z.abs())
+
+    def do_function(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return Cubed.apply(a.sigmoid()) * b
+
+    def do_foreign_hooks(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        with (
+            torch.autograd.graph.save_on_cpu()
+            if k % 2
+            else torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+        ):
+            y = torch.tanh(a) * b
+        return y.sigmoid()
+
+    def do_foreign_mode(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        with Counts():
+            y = torch.tanh(a)
+        return y * b
+
+    def do_sparse(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return torch.tanh(self.sparse((torch.arange(ROWS) * (k + 1)) % 5)) * a
+
+    def do_nested(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        ragged = torch.nested.as_nested_tensor([a[: 1 + k], b[1 + k :]], layout=torch.jagged)
+        return torch.cat(list((torch.tanh(ragged) * 2).unbind()))
+
+    def do_conv(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        return torch.relu(self.conv(a[None]))[0] + b
+
+    def do_attention(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        if k % 2:
+            q, kk, v = (t.reshape(1, 2, ROWS // 2, COLS) for t in (a, b, c))
+            return F.scaled_dot_product_attention(q, kk, v).reshape(ROWS, COLS)
+        return self.attention(a, b, c, need_weights=k % 4 == 0)[0]
+
+    def do_hook(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
+        y = torch.tanh(a)
+        if y.requires_grad:
+            y.register_hook(lambda g: g * 0.5)
+        return y * b
+
+
+class Cubed(torch.autograd.Function):
+    """Saves an input and an output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * x * x
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return grad * (3 * x * x + 0 * y)
+
+
+class Counts(TorchDispatchMode):
+    """A mode of the script's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class Program(nn.Module):

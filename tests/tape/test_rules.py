@@ -675,6 +675,23 @@ class TestViews:
         assert all(a == b for a, b in zip(seen[::2], seen[1::2], strict=True))
         assert seen[0][0][2][1] == 1  # channels last
 
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_strides_of_dimensions_of_size_one(self, batch: int) -> None:
+        """They mean nothing: dropout's mask may come back with others."""
+
+        class Recurrent(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.rnn = nn.LSTM(LINE, LINE, 2, dropout=0.2, batch_first=True)
+                self.drop = nn.Dropout(0.2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(self.drop(self.rnn(self.drop(x))[0]))
+
+        session = same(Recurrent, lambda model, i: model(normal(i, batch, 10, LINE)).square().mean())
+        assert session.plan is not None
+        assert session.plan.rerun
+
     @both
     def test_complex_arithmetic(self, every: bool) -> None:
         def loss(model: nn.Module, i: int) -> Tensor:

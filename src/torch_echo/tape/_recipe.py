@@ -290,7 +290,7 @@ class Recipe:
             slot = ref() if ref is not None else None
             if slot is None or slot.tensor is not None:
                 continue
-            if tensor.untyped_storage().nbytes() != slot.nbytes or tensor.stride() != slot.stride:
+            if tensor.untyped_storage().nbytes() != slot.nbytes or not _strides_are(tensor, slot.stride):
                 raise RebuildError(
                     f"torch-echo: re-running {self.rule.name} gave strides {tensor.stride()} instead of {slot.stride}; "
                     "this op can't be rebuilt exactly"
@@ -401,6 +401,16 @@ def _telling(observer: Callable[[bool], None]) -> Iterator[None]:
         yield
     finally:
         observer(False)
+
+
+def _strides_are(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Does the tensor lie as these strides say? Along a dimension of size 1 they say nothing."""
+    found = tensor.stride()
+    if found == strides:
+        return True
+    return len(found) == len(strides) and all(
+        n == 1 or a == b for n, a, b in zip(tensor.shape, found, strides, strict=True)
+    )
 
 
 class Passes:

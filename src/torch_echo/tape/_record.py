@@ -265,7 +265,7 @@ class Recorder(Stackable):
         self.codes[id(frame.f_code)] = frame.f_code
         rule = rule_of(func)
         inputs = list(tensors_in(args, kwargs))
-        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(t) != -1 for _, t in inputs)
+        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.has_memory(t) for _, t in inputs)
         writes = rule.writes(args)
         again = args if rule.rerun is None else rule.rerun(func, args)[1]
         read = [t for p, t in tensors_in(again, kwargs) if not (rule.shape_only and p == 0)]
@@ -280,7 +280,7 @@ class Recorder(Stackable):
             place=self.place,
             turn=self.turn,
             sequence=compat.sequence_number() - 1,
-            reads=[self._storage(t) for t in read if compat.storage_key(t) != -1],
+            reads=[self._storage(t) for t in read if compat.has_memory(t)],
             made=[],
             mutated=[],
             regions=[],
@@ -298,7 +298,7 @@ class Recorder(Stackable):
         out = func(*args, **kwargs) if self.tape is None else self.tape.execute(func, args, kwargs, call.site)
         call.seconds = perf_counter() - begin
         self.mark("end", call)
-        before = {compat.storage_key(t) for _, t in inputs}
+        before = {compat.storage_key(t) for _, t in inputs if compat.has_memory(t)}
         for t in written(rule, args, kwargs, out):
             key = compat.storage_key(t)
             if key == -1 or type(t) not in (torch.Tensor, torch.nn.Parameter):
@@ -315,12 +315,12 @@ class Recorder(Stackable):
         if writes and rule.rerun is None and len(call.mutated) == 0:
             call.keep = True
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor) and (key := compat.storage_key(t)) in before and key != -1:
+            if isinstance(t, torch.Tensor) and compat.has_memory(t) and compat.storage_key(t) in before:
                 self._watched.append(
                     weakref.ref(t, _Death(self, self._storage(t)))
                 )  # a view: it may be all the script holds
         for position, t in inputs if call.mutated else ():
-            if position in writes and compat.storage_key(t) != -1:
+            if position in writes and compat.has_memory(t):
                 call.regions.append((self._storage(t), region(t)))
         call.reuses = may_reuse(rule, args, out)
         if self.tape is not None:
@@ -331,7 +331,7 @@ class Recorder(Stackable):
     def takes_apart(self, func: Any, args: tuple[Any, ...]) -> bool:
         """See :class:`Stackable`."""
         tensors = [t for _, t in tensors_in(args, {})]
-        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(t) != -1 for t in tensors)
+        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.has_memory(t) for t in tensors)
         if not self.active or not plain or not self.saves_here() or not (self.script or self.layers[-1][0]):
             return False
         mode, hooks = self.mode_on, self.hooks_on
@@ -436,7 +436,8 @@ class Recorder(Stackable):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook for a tensor that autograd saves."""
-        if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
+        # What is raised here would end the process: C++ calls it where it can't handle errors.
+        if not self.active or compat.functorch_active() or not compat.has_memory(tensor):
             version = tensor._version
             return (tensor.detach() if compat.may_be_result(tensor, version) else tensor, version)
         index = len(self.saved)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import math
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -648,6 +650,13 @@ class Session:
             self.ranks.give_up(self._records)
             self.phase = Phase.OFF
             self._failure = error
+        except Exception as error:  # a mistake of ours must not end the script's training
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"planning failed: {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+            failure = CaptureError(why)
+            failure.__cause__ = error
+            self.plan = None
+            self._give_up(why, failure)
 
     def _make_plan(self, recorder: Recorder) -> None:
         assert self.graph is not None and self.device is not None
@@ -768,6 +777,9 @@ class Session:
     def _give_up(self, why: str, error: TorchEchoError) -> None:
         self.phase = Phase.OFF
         self.installed = None
+        for entry in entries.values():
+            if entry is not None and entry.owner is self:
+                entry.tables = None
         if self.options.strict:
             self._failure = error
             return
