@@ -18,7 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, regist
 import torch_echo
 from torch_echo import compat
 from torch_echo.errors import CaptureError
+from torch_echo.options import Options
 from torch_echo.tape._scope import Scope, gathered_keys
+from torch_echo.tape.session import Session
 
 WIDTH = 32
 
@@ -151,6 +153,21 @@ def test_what_is_rebuilt_within_a_block_may_read_its_parameters() -> None:
     assert any(op.name == "aten::native_layer_norm" and op.layer.startswith("FSDPModel.blocks") for op in makers)
     last = [op for op in makers if op.name in ("aten::mul", "aten::tanh") and op.layer.startswith("FSDPModel.blocks")]
     assert not last
+
+
+def test_a_step_is_not_run_twice_for_a_comparison() -> None:
+    torch.manual_seed(0)
+    model = shard(Model())
+    session = Session(Options(check=True, max_overhead=1.0))
+    session.watch(model)
+    for _ in range(6):
+        model(torch.randn(64, WIDTH)).backward()
+    session.close()
+    assert [(what, why) for what, why, _ in session.unhandled] == [
+        ("check", "a step of a sharded model can't be run twice: it communicates")
+    ]
+    assert session.comparison is None
+    assert session.plan is not None and session.plan.dropped
 
 
 def test_scope_knows_the_gathered_storages() -> None:

@@ -655,6 +655,7 @@ class Session:
             why = f"planning failed: {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
             failure = CaptureError(why)
             failure.__cause__ = error
+            self.ranks.give_up(self._records)
             self.plan = None
             self._give_up(why, failure)
 
