@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -122,21 +121,21 @@ class TestAgree:
 
     def test_rank_0_that_never_begins_is_waited_for_once(self, world: World, graph: Any) -> None:
         own = front_of(graph[0], 0.0)
-        begin = time.monotonic()
         for number in range(1, 20):
             assert not world.at(1).agree(number, *graph, None, own).dropped
-        assert time.monotonic() - begin < 60
+            world.ranks[1]._start_patience = world.ranks[1]._start_patience and 1e9
         assert not world.notes
 
     def test_rank_0_that_does_not_come_to_an_end(self, world: World, graph: Any) -> None:
         world.at(0).begin(1)
         assert not world.at(1).agree(1, *graph, None, front_of(graph[0], 0.0)).dropped
         assert len(world.notes) == 1 and "no plan came from rank 0" in world.notes[0]
+        world.at(0).begin(2)
+        world.ranks[1]._patience = world.ranks[1]._patience and 1e9  # it is not to wait a second time
+        world.at(1).agree(2, *graph, None, front_of(graph[0], 0.0))
 
-    def test_rank_0_that_gives_up_is_not_waited_for(
-        self, world: World, graph: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(_ranks, "PATIENCE", 1e9)
+    def test_rank_0_that_gives_up_is_not_waited_for(self, world: World, graph: Any) -> None:
+        world.ranks[1]._patience = 1e9
         world.at(0).begin(1)
         world.at(0).give_up(1)
         assert not world.at(1).agree(1, *graph, None, front_of(graph[0], 0.0)).dropped

@@ -156,7 +156,7 @@ class Ranks:
         self._prefix = f"torch_echo/{name}/{Ranks._sessions[name]}"
         self._note = note
         self._lost = False
-        self._start_patience = START_PATIENCE
+        self._start_patience, self._patience = START_PATIENCE, PATIENCE
         self._attempts = 0
         self._taken = 0
         """Number of the plan of rank 0's that was taken last."""
@@ -244,7 +244,8 @@ class Ranks:
         try:
             self._taken = self._latest(store)
             if self._taken < number and self._there(store, f"{number}/begun", patience):
-                if not self._there(store, f"{number}/done", PATIENCE):
+                if not self._there(store, f"{number}/done", self._patience):
+                    self._patience = 0.0
                     self._note(f"this rank plans for itself: no plan came from rank 0 within {PATIENCE:.0f} s")
                 self._taken = self._latest(store)
         except (RuntimeError, ValueError) as error:
