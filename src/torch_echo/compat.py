@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -636,6 +636,11 @@ def layer_of(node: fx.Node) -> str:
 def bfloat16_by_onednn() -> bool:
     """Has this CPU what oneDNN needs for bfloat16?"""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def own_parameters(module: torch.nn.Module) -> Collection[torch.nn.Parameter | None]:
+    """The parameters of the module itself, without those of the modules in it."""
+    return module._parameters.values()
 
 
 def flat_weights(module: torch.nn.RNNBase) -> Any:

@@ -109,6 +109,7 @@ class _Handle:
         return unpack(self.content)
 
     def __del__(self) -> None:
+        self.recorder.held.discard(self.index)
         self.recorder.mark("release", self.index)
 
 
@@ -152,6 +153,8 @@ class Recorder(Stackable):
         self.keys: list[int] = []
         self.calls: list[OpCall] = []
         self.saved: list[SavedTensor] = []
+        self.held: set[int] = set()
+        """Of these, by number, those that autograd has not let go of."""
         self.layers: list[tuple[str, int]] = [("", 0)]
         """Module calls under way: path, and which call of it."""
         self.functions: dict[tuple[str, int], dict[Place, int]] = {}
@@ -384,7 +387,8 @@ class Recorder(Stackable):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook for a tensor that autograd saves."""
-        if not self.active or compat.functorch_active() or compat.storage_key(tensor) == -1:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and compat.storage_key(tensor) != -1
+        if not self.active or compat.functorch_active() or not plain:
             return (tensor, tensor._version)
         index = len(self.saved)
         storage = self._storage(tensor, new=self._layer is not None)
@@ -395,8 +399,20 @@ class Recorder(Stackable):
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)
         handle = _Handle(self, index, content)
+        self.held.add(index)
         self.mark("pack", index)
         return handle
+
+    def left(self) -> float:
+        """The share of what autograd saved, in bytes, that it still holds."""
+        held, every = (
+            sum(self.storages[s].nbytes for s in {self.saved[i].storage for i in of} if self._is_map(s))
+            for of in (self.held.copy(), range(len(self.saved)))
+        )
+        return held / every if every else 0.0
+
+    def _is_map(self, s: int) -> bool:
+        return self.storages[s].kind == Kind.FEATURE_MAP
 
     def on_unpack(self, index: int) -> None:
         node = compat.current_node()

@@ -1,25 +1,29 @@
-"""A session: watches training steps, plans once, applies the plan.
+"""A session: watches training steps, plans them, applies the plans.
 
-Life of a session, counted in *iterations* (a forward pass, or several, up to and with the backward pass that follows; the
-optimizer's step belongs to it):
+What it counts are *iterations*: a forward pass, or several, up to and with the backward pass that follows; the optimizer's step
+belongs to it. Iterations are of several kinds (see ``_kinds``). Each kind has a plan of its own:
 
-1. ``WAIT``: the first two iterations (with a memory budget, one) run as plain PyTorch: lazy initialisation and optimizer state
-   are over then, and it is known how long a step takes.
+1. ``WAIT``: its first two iterations (with a memory budget, one) run without one: lazy initialisation and optimizer state are
+   over then, and it is known how long a step takes.
 2. ``RECORD``: one iteration is watched (see ``_record``), then planned.
 3. ``CHECK``: the plan is in force, and the allocator is asked whether the peak is what the replay said. If it is off by more
    than 1%, the session records and plans once more.
 4. ``STEADY``: the plan is in force.
+
+Where a backward pass leaves much of what autograd saved, it is for a later one (a GAN's fakes, judged twice): the iteration goes on
+until that is over, if within four passes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import threading
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,12 +38,13 @@ from torch_echo.graph import Kind, TrainingGraph
 from torch_echo.options import Options
 from torch_echo.planning import Plan, plan
 from torch_echo.report.explanation import Explanation
-from torch_echo.report.summary import Summary, rebuilt_by_layer
+from torch_echo.report.summary import KindSummary, Summary, rebuilt_by_layer
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
-from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, Installed, engine_seconds, install_plan
+from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, engine_seconds, install_plan
+from torch_echo.tape._kinds import MOST_CALLS, MOST_KINDS, Kinds, Phase, RootCall, RootKey, StepKind
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
@@ -52,13 +57,11 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
 
 
-RootCall = tuple[str, tuple[tuple[int, ...], ...]]
-
 MAX_RECORDS = 12
-"""Recordings in the life of a session: each makes one step slow and is followed by planning."""
+"""Recordings of a kind of iteration: each makes one step slow and is followed by planning."""
 
 FAILED_RECORDS = 3
-"""Recordings that come to nothing, before a session gives up."""
+"""Recordings that come to nothing, before a kind of iteration is left to plain PyTorch."""
 
 GROWTH = 1.25
 """Inputs larger by this factor than those of the recorded step make the session record and plan again."""
@@ -66,8 +69,17 @@ GROWTH = 1.25
 BUDGET_GROWTH = 1.02
 """The same where a memory budget must hold for the largest step."""
 
-UNLIKE = 3
-"""Iterations in a row that make the same calls, but not those of the recorded one, before the session records again."""
+REPLACED = 3
+"""Recordings because modules were replaced by others (a model of its own for each fold of a cross-validation)."""
+
+MOST_PASSES = 4
+"""Backward passes of one iteration."""
+
+LEFT = 0.1
+"""Share of what autograd saved in an iteration that a backward pass leaves to later ones."""
+
+TIMED = 64
+"""Iterations whose durations without a plan are remembered."""
 
 CHECK_PATIENCE = 50
 """Iterations in which the check waits for one with the recorded shapes."""
@@ -76,44 +88,20 @@ CHECK_TOLERANCE = 0.01
 """A measured peak further than this fraction from the plan's makes the session record and plan again."""
 
 
-class Phase(Enum):
-    """Where a session stands."""
-
-    WAIT = "wait"
-    RECORD = "record"
-    CHECK = "check"
-    STEADY = "steady"
-    OFF = "off"
-
-
 class _Local(threading.local):
     """State of one thread within a session."""
 
     def __init__(self, reorder: bool) -> None:
-        self.tape = Tape(reorder)
+        self.planned = Tape(reorder)
+        self.online: OnlineTape | None = None
+        self.tape: Tape = self.planned
+        """One of these two."""
         self.depth = 0
         """Nesting of module calls that are taped or recorded."""
         self.lifted = 0
         """Above 0: leave module calls alone (a backward pass, a functorch transform, a root that can't be taped)."""
         self.open = False
         """Between a root's call and the backward pass, the script's own code (the loss) is taped too."""
-
-
-def _shapes(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the tensors among a call's arguments, one level of containers deep."""
-    found: list[tuple[int, ...]] = []
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, torch.Tensor):
-            found.append(tuple(a.shape))
-        elif isinstance(a, (list, tuple)):
-            found.extend(tuple(b.shape) for b in a if isinstance(b, torch.Tensor))
-        elif isinstance(a, dict):
-            found.extend(tuple(b.shape) for b in a.values() if isinstance(b, torch.Tensor))
-    return tuple(found)
-
-
-def _elements(call: RootCall) -> int:
-    return sum(math.prod(shape) for shape in call[1])
 
 
 def _table(entry: Entry) -> Table:
@@ -127,7 +115,7 @@ def _table(entry: Entry) -> Table:
 
 
 class Session:
-    """One planner and its plan over a set of modules. See the module's docstring."""
+    """One planner and its plans over a set of modules. See the module's docstring."""
 
     def __init__(
         self, options: Options | None = None, name: str = "session", on_event: Callable[[str], None] | None = None
@@ -135,12 +123,8 @@ class Session:
         self.options = options or Options()
         self.name = name
         self.on_event = on_event or (lambda _: None)
-        self.phase = Phase.WAIT
         self.iterations = 0
-        self.graph: TrainingGraph | None = None
-        self.plan: Plan | None = None
-        self.installed: Installed | None = None
-        self.measured_peak: int | None = None
+        self.kinds = Kinds()
         self.unhandled: list[tuple[str, str, str]] = []
         self.device: torch.device | None = None
         self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
@@ -150,25 +134,56 @@ class Session:
         self._thread: threading.Thread | None = None
         """Where the iteration is watched."""
         self._meter: PeakMeter | None = None
-        self._backward_seen = False
-        self._records = 0
+        self._off = False
+        self._kind: StepKind | None = None
+        """Of which kind the iteration is taken to be that is under way, or over."""
+        self._in_force: StepKind | None = None
+        """The kind whose plan is in force."""
+        self._running = False
+        """Is an iteration under way?"""
+        self._passes = 0
+        """Backward passes in it."""
+        self._calls: list[RootCall] = []
+        """Calls of root modules in it."""
+        self._segments: list[int] = []
+        """How many of these were there at each backward pass."""
+        self._needed = 1
+        """Backward passes after which the recorded iteration was found to go on, and one."""
         self._clock: Callable[[], float] = perf_counter
         self._begun = 0.0
         self._plain_seconds: dict[tuple[RootCall, ...], float] = {}
-        """Least time that forward and backward took without profiler and plan, by the calls of the iteration."""
-        self._remade = False
-        self._calls: list[RootCall] = []
-        """Calls of root modules in this iteration, with the shapes of their arguments."""
-        self._recorded_calls: list[RootCall] = []
-        self._unlike: list[str] = []
-        """Calls of root modules in the last iteration, and how many before it made the same, but other than the recorded."""
-        self._unlikes = 0
-        self._checks = 0
-        self._late_roots = False
+        """Least time that forward and backward took without profiler and plan, by the calls between two backward passes."""
         self._failure: TorchEchoError | None = None
         self._watch_all = False
-        self._codes: dict[int, Any] = {}
-        """Code objects by identity, as long as the plan knows places in them by it."""
+
+    # --- what it knows -----------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Where the kind of iteration stands that is under way, or was the last."""
+        if self._off:
+            return Phase.OFF
+        if self._recorder is not None:
+            return Phase.RECORD
+        return self._kind.phase if self._kind is not None and not self._kind.due else Phase.WAIT
+
+    @property
+    def graph(self) -> TrainingGraph | None:
+        """Of the kind of iteration that takes the most memory. None before it is planned."""
+        kind = self.kinds.heaviest
+        return kind.graph if kind is not None else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """As `graph`."""
+        kind = self.kinds.heaviest
+        return kind.plan if kind is not None else None
+
+    @property
+    def measured_peak(self) -> int | None:
+        """The peak at the allocator under `plan`, if it was measured."""
+        kind = self.kinds.heaviest
+        return kind.measured_peak if kind is not None else None
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -186,8 +201,9 @@ class Session:
         """Stop. Steps under way finish as they began."""
         self._close_script()
         self._abort_recording()
-        self._stop_check()
-        self.phase = Phase.OFF
+        self._stop_check(None)
+        self._use(None)
+        self._off = True
         _entry.uninstall(self)
 
     def finish(self) -> None:
@@ -196,25 +212,52 @@ class Session:
         self._raise_failure()
 
     def explanation(self) -> Explanation | None:
-        """Graph, plan and footprints, for printing; None before the plan is made."""
-        if self.graph is None or self.plan is None:
-            return None
-        return Explanation(self.graph, self.plan, replay(self.graph), replay(self.graph, self.plan.dropped))
+        """Graph, plan and footprints, for printing; None before a plan is made. Of several kinds of iteration that which takes the
+        most memory comes first, with the others in `others`."""
+        made = [
+            Explanation(
+                kind.graph, kind.plan, replay(kind.graph), replay(kind.graph, kind.plan.dropped), kind.name, kind.seen
+            )
+            for kind in self.kinds.planned
+            if kind.graph is not None and kind.plan is not None
+        ]
+        made.sort(key=lambda e: -e.plan.base_peak)
+        return dataclasses.replace(made[0], others=tuple(made[1:])) if made else None
 
     def summary(self) -> Summary:
         """What the session did."""
         s = Summary(steps=self.iterations, unhandled=list(self.unhandled))
-        if self.graph is None or self.plan is None:
+        plans = [(k, k.graph, k.plan) for k in self.kinds.planned if k.graph is not None and k.plan is not None]
+        if not plans:
             return s
-        s.measured_peak = self.measured_peak
-        s.eager_peak, s.predicted_peak = self.plan.base_peak, self.plan.peak
-        s.base_bytes = sum(
-            t.nbytes
-            for t in self.graph.storages
-            if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
+        if any(k.measured_peak is not None for k, _, _ in plans):
+            s.measured_peak = max(p.peak if k.measured_peak is None else k.measured_peak for k, _, p in plans)
+        s.eager_peak, s.predicted_peak = max(p.base_peak for _, _, p in plans), max(p.peak for _, _, p in plans)
+        s.base_bytes = max(
+            sum(
+                t.nbytes
+                for t in graph.storages
+                if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
+            )
+            for _, graph, _ in plans
         )
-        s.extra_seconds, s.step_seconds = self.plan.extra_seconds, self.plan.step_seconds
-        s.rebuilt = rebuilt_by_layer([(self.graph, self.plan.dropped)])
+        steps = sum(k.seen for k, _, _ in plans)
+        s.extra_seconds = sum(k.seen * p.extra_seconds for k, _, p in plans) / steps
+        s.step_seconds = sum(k.seen * p.step_seconds for k, _, p in plans) / steps
+        s.rebuilt = rebuilt_by_layer([(graph, p.dropped) for _, graph, p in plans])
+        if len(plans) > 1:
+            s.kinds = [
+                KindSummary(
+                    name=k.name,
+                    steps=k.seen,
+                    measured_peak=k.measured_peak,
+                    eager_peak=p.base_peak,
+                    predicted_peak=p.peak,
+                    extra_seconds=p.extra_seconds,
+                    step_seconds=p.step_seconds,
+                )
+                for k, _, p in plans
+            ]
         return s
 
     # --- modules -----------------------------------------------------------------------------------------------------
@@ -234,12 +277,24 @@ class Session:
                 if device.type == "cpu":
                     keep_heap()  # now, so that the steps before the plan, which tell how long a step takes, are like those after it
         self._roots[name] = weakref.ref(model)
+        self._add_modules(name, model)
+        for kind in self.kinds.planned if device is not None else ():
+            if kind.replaced < REPLACED and any(key.path == name for key in kind.key):
+                kind.replaced += 1
+                kind.due = True  # another model than the planned one
+
+    def _add_modules(self, name: str, model: torch.nn.Module) -> bool:
+        """Take in the modules of a root; True if some were not known."""
+        new = False
         for path, module in model.named_modules():
             known = entries.get(id(module))
             if id(module) not in entries or (known is not None and known.module() is not module):
-                entries[id(module)] = Entry(self, module, f"{name}.{path}" if path else name, root=not path)
-        if self.phase in (Phase.CHECK, Phase.STEADY) and device is not None and self._records < 3:
-            self._late_roots = True
+                entry = entries[id(module)] = Entry(self, module, f"{name}.{path}" if path else name)
+                new = True
+                for kind in self.kinds.planned:
+                    if kind.installed is not None:
+                        kind.installed.bind(entry)
+        return new
 
     def meet(self, module: torch.nn.Module) -> Entry | None:
         """A module that no session knows is called for training. See :class:`torch_echo.tape._entry.Owner`."""
@@ -269,9 +324,9 @@ class Session:
             if not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
                 return original(module, *args, **kwargs)
             free = self._may_tape(module)
-            self._enter_root(entry, args, kwargs, free)
-            if self.phase in (Phase.WAIT, Phase.OFF) or not free:
-                lean = self.phase is Phase.WAIT and self._lean() and free
+            self._enter_root(entry, module, args, kwargs, free)
+            if not free or (self._in_force is None and self._recorder is None):
+                lean = free and self._lean() and self.phase is not Phase.OFF
                 return self._call_unplanned(lean, module, args, kwargs)
         recorder = self._recorder
         if recorder is not None and recorder.active:
@@ -282,8 +337,9 @@ class Session:
             if entry.tables is None:
                 return original(module, *args, **kwargs)
             return self._call_taped(entry, module, args, kwargs)
-        if self.installed is None:
+        if self._in_force is None:
             return original(module, *args, **kwargs)
+        local.tape = local.planned
         local.tape.prune()
         with CollectorPause():
             try:
@@ -295,8 +351,7 @@ class Session:
         """Run a root's call as plain PyTorch, or with the rule that needs no plan."""
         local = self._local
         if lean:
-            if not isinstance(local.tape, OnlineTape):
-                local.tape = OnlineTape(set(self._known()))
+            local.tape = self._online()
             local.tape.switch(True, True)
         local.lifted += 1
         try:
@@ -310,8 +365,9 @@ class Session:
         local = self._local
         tape = local.tape
         table = tape.table
-        if not local.depth and not local.open and self._watch_all and self.installed is not None:
-            script = self.installed.script
+        if not local.depth and not local.open and self._watch_all and self._in_force is not None:
+            assert self._in_force.installed is not None
+            script = self._in_force.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
             if script is not OFF and alone():
                 local.open = True
@@ -370,20 +426,25 @@ class Session:
         self._note(type(module).__name__, reason, once=True)
         return False
 
-    def _enter_root(self, entry: Entry, args: Any, kwargs: Any, free: bool) -> None:
+    def _enter_root(self, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any, free: bool) -> None:
         """A training call outside of any other begins; `free`: it can be taped."""
         _entry.watch_compiled()
         if self._elsewhere():
             return
-        call = (entry.path, _shapes(args, kwargs))
-        if self._backward_seen or self.iterations == 0:
-            self._backward_seen = False
+        if self._off:
+            self._raise_failure()
+            return
+        call = RootCall.of(entry, module, args, kwargs)
+        if not self.iterations or self._over():
             self._close_script()
             self._next_iteration(call, free)
-        if not self._calls:
+        elif self._recorder is None and all(call.key != c.key for c in self._calls):
+            self._guess((*dict.fromkeys(c.key for c in self._calls), call.key))
+        if len(self._calls) == (self._segments[-1] if self._segments else 0):
             self._clock = clock(self.device or torch.device("cpu"))
             self._begun = self._clock()
-        self._calls.append(call)
+        if len(self._calls) < MOST_CALLS:
+            self._calls.append(call)
 
     # --- iterations --------------------------------------------------------------------------------------------------
 
@@ -399,59 +460,98 @@ class Session:
             self._meter = None
         return False
 
+    def _over(self) -> bool:
+        """Is the iteration complete, unless one more backward pass comes?"""
+        if not self._passes or not self._running:
+            return not self._running
+        recorder = self._recorder
+        if recorder is None or not recorder.active:
+            return self._passes >= (self._in_force.passes if self._in_force is not None else 1)
+        if self._kind is None or self._kind.crosses is False or recorder.left() < LEFT:
+            return True
+        if self._passes < MOST_PASSES:
+            self._needed = self._passes + 1
+            return False
+        self._kind.crosses = False  # nobody reads what is left: these were iterations of their own
+        self._abort_recording()
+        *early, self._calls = self._parts()
+        for calls in early:
+            self.kinds.note(calls)
+        return True
+
+    def _parts(self) -> list[list[RootCall]]:
+        """The calls of the iteration between backward passes."""
+        bounds = itertools.pairwise([0, *self._segments])
+        return [self._calls[a:b] for a, b in bounds if a < b]
+
     def _next_iteration(self, first: RootCall, free: bool) -> None:
         """A new iteration begins with the call `first`; it is watched only if that call can be taped."""
         self._finish_iteration()
         self._raise_failure()
-        self._count_unlike()
         self.iterations += 1
-        self._calls = []
-        if self.installed is not None:
-            self.installed.reset()
-        if not free:
+        self._running, self._passes = True, 0
+        self._calls, self._segments, self._needed = [], [], 1
+        kind = self._guess((first.key,))
+        if self._in_force is not None and self._in_force.installed is not None:
+            self._in_force.installed.reset()
+        if not free or kind is None:
             return
-        if self.phase is Phase.WAIT:
-            if self.iterations > self.warm_up:
-                self._start_recording()
-        elif self.phase in (Phase.CHECK, Phase.STEADY) and self._outgrown(first):
-            self._start_recording()
-        elif self.phase is Phase.CHECK:
-            self._checks += 1
-            if self._checks > CHECK_PATIENCE:
-                self.phase = Phase.STEADY
-            elif self._recorded_calls[:1] == [first]:
+        if kind.plan is not None and kind.outgrown(first, self._growth):
+            kind.due = True
+        waits = kind.phase is Phase.WAIT and kind.seen >= self.warm_up
+        if waits and len(self.kinds.planned) >= MOST_KINDS:
+            self._note(
+                "training step", f"iterations are of more than {MOST_KINDS} kinds: others have no plan", once=True
+            )
+        elif (waits or kind.due) and kind.records < MAX_RECORDS:
+            self._start_recording(kind)
+        elif kind.phase is Phase.CHECK:
+            kind.checks += 1
+            if kind.checks > CHECK_PATIENCE:
+                kind.phase = Phase.STEADY
+            elif kind.recorded[:1] == [first]:
                 self._start_check()
 
-    def _outgrown(self, first: RootCall) -> bool:
-        """Is the iteration so unlike the recorded one that a new plan is due: new models, other calls, or far larger
-        inputs?"""
-        if self._records >= MAX_RECORDS:
-            return False
-        if self._late_roots or self._unlikes >= UNLIKE:
-            self._late_roots = False
-            self._unlikes = 0
-            return True
-        known = [_elements(c) for c in self._recorded_calls if c[0] == first[0]]
-        growth = BUDGET_GROWTH if self.options.memory_budget is not None else GROWTH
-        return bool(known) and _elements(first) > growth * max(known)
-
-    def _count_unlike(self) -> None:
-        """Has the recorded iteration turned out an exception? (A step that failed, for one, has a forward pass too many.)"""
-        calls = [path for path, _ in self._calls]
-        if self.phase not in (Phase.CHECK, Phase.STEADY) or calls == [path for path, _ in self._recorded_calls]:
-            self._unlikes = 0
+    def _guess(self, begun: tuple[RootKey, ...]) -> StepKind | None:
+        """The kind of an iteration that has begun with these roots. Its plan is put in force, or where it has none, that of the
+        kind most like it; but where it is to be recorded next, it runs once without, to see how long it takes."""
+        kind = self._kind = self.kinds.guess(begun)
+        if kind is None or kind.plan is None:
+            timed = kind is not None and kind.seen == self.warm_up - 1 and not self._lean()
+            self._use(None if timed else self.kinds.like(begun))
         else:
-            self._unlikes = self._unlikes + 1 if calls == self._unlike else 1
-        self._unlike = calls
+            self._use(kind)
+        return kind
+
+    def _use(self, kind: StepKind | None) -> None:
+        """Put a kind's plan in force."""
+        if kind is self._in_force:
+            return
+        self._close_script()
+        if self._in_force is not None and self._in_force.installed is not None:
+            self._in_force.installed.take_out()
+        if kind is not None and kind.installed is not None:
+            kind.installed.reset()
+            kind.installed.put_in()
+        self._in_force = kind
+
+    @property
+    def _growth(self) -> float:
+        return BUDGET_GROWTH if self.options.memory_budget is not None else GROWTH
 
     def _finish_iteration(self) -> None:
-        """What was being watched is complete."""
+        """The iteration under way is complete."""
+        if not self._running:
+            return
+        self._running = False
+        kind = self.kinds.note(self._calls)
         if self._recorder is not None and self._recorder.active:
-            self._recorded_calls = self._calls
-            self._checks = 0
-            self._stop_recording()
-        if self._meter is not None:
-            self._stop_check()
+            self._stop_recording(kind)
+        else:
+            self._stop_check(kind)
+            if kind.plan is not None:
+                kind.compare(self._calls, self._growth)
+        self._kind = kind
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -468,7 +568,7 @@ class Session:
             for path, p in model.named_parameters():
                 layer = ".".join([name, *path.split(".")[:-1]])
                 known[compat.storage_key(p)] = (Kind.PARAMETER, layer)
-                if p.grad is not None and compat.storage_key(p.grad) != -1:
+                if p.is_leaf and p.grad is not None and compat.storage_key(p.grad) != -1:
                     known[compat.storage_key(p.grad)] = (Kind.GRADIENT, layer)
             for path, b in model.named_buffers():
                 known[compat.storage_key(b)] = (Kind.BUFFER, ".".join([name, *path.split(".")[:-1]]))
@@ -496,79 +596,91 @@ class Session:
         plan may add a fraction of that."""
         return 1 if self._lean() else 2
 
-    def _start_recording(self) -> None:
+    def _online(self) -> OnlineTape:
+        """This thread's tape for what has no plan."""
+        local = self._local
+        if local.online is None:
+            local.online = OnlineTape(set(self._known()))
+        return local.online
+
+    def _start_recording(self, kind: StepKind) -> None:
         if self.device is None:
             return
         if compat.profiler_running():
             self._note("planning", "waits: a profiler of the script's is running", once=True)
             return
+        for name, ref in list(self._roots.items()):
+            model = ref()
+            if model is not None:
+                self._add_modules(name, model)  # those put into it since
         known = self._known()
         tape, tables = None, None
         if self._lean():
-            tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
-            tables = self.installed.tables if self.installed is not None else None
-            self._local.tape = tape
+            tape = self._local.tape = self._online() if kind.installed is None else self._local.planned
+            tables = kind.installed.tables if kind.installed is not None else None
+        self._use(None)
         self._recorder = Recorder(
             self.device, known, tape, tables, script=self._watch_all, reorder=self.options.reorder
         )
-        self.installed = None
-        for e in entries.values():
-            if e is not None and e.owner is self:
-                e.tables = None
         self._thread = threading.current_thread()
         self._recorder.start(self._gradients(), self._optimizer_states())
-        self.phase = Phase.RECORD
-        self._records += 1
-        self.on_event("recording a step")
+        kind.records += 1
+        self.on_event("recording a step" if not self.kinds.planned else f"recording a step ({kind.name})")
 
-    def _stop_recording(self) -> None:
+    def _stop_recording(self, kind: StepKind) -> None:
+        """What was recorded has turned out to be of this kind."""
         recorder, self._recorder = self._recorder, None
         assert recorder is not None and self.device is not None
         recorder.stop()
+        if kind.plan is not None and not kind.due:
+            return  # the guess was wrong
         if not recorder.saved:
-            self.phase = Phase.WAIT
-            if self._records >= FAILED_RECORDS:
-                self.phase = Phase.OFF
-                self._note("training step", "autograd saved nothing that could be seen: compiled, or nothing to train")
+            self._failed(kind, "autograd saved nothing that could be seen: compiled, or nothing to train")
             return
         try:
             cost = get_cost_model(self.options.cost, self.device)
-            self.graph = build(recorder, cost)
+            graph = build(recorder, cost)
             cost.save()
-            self.graph.rerun_overhead = RERUN_SECONDS
+            graph.rerun_overhead = RERUN_SECONDS
             if self.device is None or self.device.type == "cpu":
-                self.graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
+                graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
             # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
-            plain = self._plain_seconds.get(tuple(self._recorded_calls), math.inf)
-            self.graph.step_seconds = min(self.graph.step_seconds, plain)
-            self._codes = recorder.codes
-            self._make_plan(recorder)
-            self._local.tape.trusted = frozenset(recorder.known)
+            plain = sum(self._plain_seconds.get(tuple(part), math.inf) for part in self._parts())
+            graph.step_seconds = min(graph.step_seconds, plain)
+            self._make_plan(kind, graph, recorder)
         except CaptureError as error:  # another thread may have been in the way
-            self.phase = Phase.WAIT
-            if self._records >= FAILED_RECORDS or self.options.strict:
-                self._give_up(str(error), error)
+            self._failed(kind, str(error), error)
+            return
         except BudgetInfeasible as error:
-            self.phase = Phase.OFF
+            self._off = True
             self._failure = error
+            return
+        kind.due, kind.checks, kind.phase = False, 0, Phase.CHECK
+        kind.passes, kind.recorded, kind.codes = self._needed, self._calls, recorder.codes
+        self._local.planned.trusted = frozenset(recorder.known)
+        if self.options.memory_budget is not None:
+            for other in self.kinds.planned:
+                if other is not kind and other.phase is Phase.STEADY:
+                    # What is there beside it may have become more: the other models' gradients and optimizer states.
+                    other.phase, other.checks, other.remade = Phase.CHECK, 0, False
+        self.on_event("planned")
 
-    def _make_plan(self, recorder: Recorder) -> None:
-        assert self.graph is not None and self.device is not None
+    def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
+        assert self.device is not None
         options = self.options
-        budget = options.budget_bytes(self.device)
-        self.plan = plan(
-            self.graph,
-            budget=budget,
+        made = plan(
+            graph,
+            budget=options.budget_bytes(self.device),
             max_overhead=options.max_overhead,
             policy=options.policy,
             on_infeasible=options.on_infeasible,
-            fixed_seconds=engine_seconds(self.graph),
+            fixed_seconds=engine_seconds(graph),
         )
-        if isinstance(self._local.tape, OnlineTape):
-            self._local.tape = Tape(self.options.reorder)
-        self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
-        self.phase = Phase.CHECK
-        self.on_event("planned")
+        self._install(kind, graph, made, recorder)
+
+    def _install(self, kind: StepKind, graph: TrainingGraph, made: Plan, recorder: Recorder) -> None:
+        kind.graph, kind.plan = graph, made
+        kind.installed = install_plan(self, graph, made.dropped, recorder.nesting)
 
     def _abort_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -578,7 +690,6 @@ class Session:
             ):  # mode and hooks of another thread are not to be reached from here
                 recorder.lift()
             recorder.stop()
-            self.phase = Phase.WAIT
 
     def _start_check(self) -> None:
         if compat.profiler_running():
@@ -587,34 +698,45 @@ class Session:
         self._thread = threading.current_thread()
         self._meter = PeakMeter(self.device, self._gradients())
 
-    def _stop_check(self) -> None:
-        """Compare the measured peak with the plan's; a plan that is off is made again, once, on a newly recorded step."""
+    def _stop_check(self, kind: StepKind | None) -> None:
+        """Compare the measured peak with the plan's; a plan that is off is made again, once, on a newly recorded step. `kind`: what
+        the iteration has turned out to be."""
         if self._meter is None:
             return
         meter, self._meter = self._meter, None
         peak = meter.stop()
-        if peak is None or self.phase is not Phase.CHECK or self.plan is None or self._calls != self._recorded_calls:
+        if peak is None or kind is None or kind is not self._in_force or kind.phase is not Phase.CHECK:
             return
-        self.measured_peak = peak
-        self.phase = Phase.STEADY
-        if abs(peak - self.plan.peak) > CHECK_TOLERANCE * self.plan.peak and not self._remade:
-            self._remade = True
-            self.phase = Phase.WAIT
+        if kind.plan is None or self._calls != kind.recorded:
+            return
+        kind.measured_peak = peak
+        kind.phase = Phase.STEADY
+        if abs(peak - kind.plan.peak) > CHECK_TOLERANCE * kind.plan.peak and not kind.remade:
+            kind.remade = kind.due = True
 
     def _gradients(self) -> list[torch.Tensor]:
         models = [m for ref in self._roots.values() if (m := ref()) is not None]
         return [
-            p.grad for m in models for p in m.parameters() if p.grad is not None and compat.storage_key(p.grad) != -1
+            p.grad
+            for m in models
+            for p in m.parameters()
+            if p.is_leaf and p.grad is not None and compat.storage_key(p.grad) != -1
         ]
 
-    def _give_up(self, why: str, error: TorchEchoError) -> None:
-        self.phase = Phase.OFF
-        self.installed = None
-        if self.options.strict:
-            self._failure = error
+    def _failed(self, kind: StepKind, why: str, error: CaptureError | None = None) -> None:
+        """A recording has come to nothing; after some, the kind is left to plain PyTorch."""
+        kind.failures += 1
+        kind.due = False
+        if kind.failures < FAILED_RECORDS and not (self.options.strict and error is not None):
+            return
+        if kind.plan is None:
+            kind.phase = Phase.OFF
+        if error is not None and self.options.strict:
+            self._off, self._failure = True, error
             return
         self._note("training step", why)
-        warnings.warn(f"torch-echo leaves training to plain PyTorch: {why}", stacklevel=4)
+        if error is not None:
+            warnings.warn(f"torch-echo leaves training to plain PyTorch: {why}", stacklevel=4)
 
     # --- engine and optimizer ----------------------------------------------------------------------------------------
 
@@ -623,9 +745,13 @@ class Session:
         local = self._local
         if not local.depth:
             self._close_script()
-            local.tape.forget()
-            if not self._elsewhere():
-                self._backward_seen = True
+            if not self._elsewhere() and self._running:
+                self._passes += 1
+                self._segments.append(len(self._calls))
+            if self._in_force is not None and self._passes < self._in_force.passes:
+                local.tape.prune()
+            else:
+                local.tape.forget()
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("backward", keep_graph)
         return self.lift()
@@ -634,18 +760,25 @@ class Session:
         """See :class:`torch_echo.tape._entry.Owner`."""
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("done")
-        elif self.phase is Phase.WAIT and self._calls:
-            calls = tuple(self._calls)
+        elif self._in_force is None and self._recorder is None and self._segments and not self._off:
+            calls = tuple(self._calls[self._segments[-2] if len(self._segments) > 1 else 0 :])
             taken = self._clock() - self._begun
-            self._plain_seconds[calls] = min(taken, self._plain_seconds.get(calls, math.inf))
+            if calls:
+                self._plain_seconds[calls] = min(taken, self._plain_seconds.pop(calls, math.inf))
+            while len(self._plain_seconds) > TIMED:
+                del self._plain_seconds[next(iter(self._plain_seconds))]
         self.lower(state)
+
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        self._local.tape.spare(p for group in optimizer.param_groups for p in group["params"])
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
         self._optimizers.add(optimizer)
         if not self._local.depth:
             self._close_script()
-        if self._backward_seen and not self._elsewhere():
+        if self._running and not self._elsewhere() and self._over():
             self._finish_iteration()
 
     def _close_script(self) -> None:
