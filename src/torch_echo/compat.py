@@ -166,6 +166,23 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape; of a ragged tensor, that of all its rows together, and () of one that does not tell."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    rows: Any = tensor
+    return tuple(rows._values.shape) if tensor.layout is torch.jagged else ()
+
+
+def extent(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Address and bytes of a storage; zeros for that of a tensor subclass which has its content elsewhere."""
+    try:
+        pointer, nbytes = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return 0, 0
+    return (pointer, nbytes) if type(nbytes) is int else (0, 0)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """The tensor's version counter; -1 for inference tensors, which have none and can't be written outside of inference."""
     return -1 if tensor.is_inference() else tensor._version

@@ -87,7 +87,7 @@ class RootCall(NamedTuple):
             if p is not None
         ]
         key = RootKey(entry.path, any(t.requires_grad for t in tensors), hash(tuple(trained)))
-        return cls(key, tuple(tuple(t.shape) for t in tensors))
+        return cls(key, tuple(compat.sizes(t) for t in tensors))
 
     @property
     def elements(self) -> int:

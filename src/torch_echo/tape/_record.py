@@ -109,7 +109,7 @@ class _Handle:
         return unpack(self.content)
 
     def __del__(self) -> None:
-        self.recorder.held.discard(self.index)
+        self.recorder.waiting.discard(self.index)
         self.recorder.mark("release", self.index)
 
 
@@ -153,8 +153,8 @@ class Recorder(Stackable):
         self.keys: list[int] = []
         self.calls: list[OpCall] = []
         self.saved: list[SavedTensor] = []
-        self.held: set[int] = set()
-        """Of these, by number, those that autograd has not let go of."""
+        self.waiting: set[int] = set()
+        """Of these, by number, those that autograd has neither read nor let go of."""
         self.layers: list[tuple[str, int]] = [("", 0)]
         """Module calls under way: path, and which call of it."""
         self.functions: dict[tuple[str, int], dict[Place, int]] = {}
@@ -378,9 +378,7 @@ class Recorder(Stackable):
             index = self.ids[key] = len(self.storages)
             self.keys.append(key)
             # The weak reference keeps the key from being reused by another storage.
-            self.storages.append(
-                SeenStorage(storage.data_ptr(), storage.nbytes(), kind, layer, compat.StorageWeakRef(storage))
-            )
+            self.storages.append(SeenStorage(*compat.extent(storage), kind, layer, compat.StorageWeakRef(storage)))
         return index
 
     # --- saved tensors -------------------------------------------------------------------------------------------------
@@ -399,22 +397,20 @@ class Recorder(Stackable):
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)
         handle = _Handle(self, index, content)
-        self.held.add(index)
+        self.waiting.add(index)
         self.mark("pack", index)
         return handle
 
-    def left(self) -> float:
-        """The share of what autograd saved, in bytes, that it still holds."""
-        held, every = (
-            sum(self.storages[s].nbytes for s in {self.saved[i].storage for i in of} if self._is_map(s))
-            for of in (self.held.copy(), range(len(self.saved)))
-        )
-        return held / every if every else 0.0
-
-    def _is_map(self, s: int) -> bool:
-        return self.storages[s].kind == Kind.FEATURE_MAP
+    def left(self) -> tuple[dict[int, int], int]:
+        """Of the feature maps that autograd saved: bytes of each that it still holds and has never read; bytes of all."""
+        waiting = self.waiting.copy()
+        every = {s.storage: self.storages[s.storage].nbytes for s in self.saved}
+        every = {s: n for s, n in every.items() if self.storages[s].kind == Kind.FEATURE_MAP}
+        read = {s.storage for i, s in enumerate(self.saved) if i not in waiting}
+        return {s: n for s, n in every.items() if s not in read}, sum(every.values())
 
     def on_unpack(self, index: int) -> None:
+        self.waiting.discard(index)
         node = compat.current_node()
         self.mark("unpack", (index, -1 if node is None else compat.node_sequence(node)))
 

@@ -149,6 +149,8 @@ class Session:
         """How many of these were there at each backward pass."""
         self._needed = 1
         """Backward passes after which the recorded iteration was found to go on, and one."""
+        self._left: dict[int, int] = {}
+        """What the last of these had left."""
         self._clock: Callable[[], float] = perf_counter
         self._begun = 0.0
         self._plain_seconds: dict[tuple[RootCall, ...], float] = {}
@@ -294,6 +296,8 @@ class Session:
                 for kind in self.kinds.planned:
                     if kind.installed is not None:
                         kind.installed.bind(entry)
+        if new and self._in_force is not None and self._in_force.installed is not None:
+            self._in_force.installed.put_in()
         return new
 
     def meet(self, module: torch.nn.Module) -> Entry | None:
@@ -364,7 +368,7 @@ class Session:
         """Run a call with the plan in force; mode and hooks as this module needs them."""
         local = self._local
         tape = local.tape
-        table = tape.table
+        table = tape.table if local.depth or local.open else OFF
         if not local.depth and not local.open and self._watch_all and self._in_force is not None:
             assert self._in_force.installed is not None
             script = self._in_force.installed.script
@@ -467,10 +471,13 @@ class Session:
         recorder = self._recorder
         if recorder is None or not recorder.active:
             return self._passes >= (self._in_force.passes if self._in_force is not None else 1)
-        if self._kind is None or self._kind.crosses is False or recorder.left() < LEFT:
+        if self._passes < self._needed:
+            return False
+        left, total = recorder.left()
+        if self._kind is None or self._kind.crosses is False or sum(left.values()) < LEFT * total:
             return True
-        if self._passes < MOST_PASSES:
-            self._needed = self._passes + 1
+        if self._passes == 1 or (self._passes < MOST_PASSES and self._left.keys() - left.keys()):
+            self._needed, self._left = self._passes + 1, left
             return False
         self._kind.crosses = False  # nobody reads what is left: these were iterations of their own
         self._abort_recording()

@@ -63,7 +63,7 @@ def _run(make: Make, session: Session | None, steps: int, apply: bool, measure: 
             if measure and i >= steps - MEASURED:
                 gc.collect()
                 base = live_bytes(CPU)
-                meter = PeakMeter(CPU, [p.grad for p in _parameters(script) if p.grad is not None])
+                meter = PeakMeter(CPU, _gradients(script))
             before = Passes.rerun
             out = script.step(i)
             if meter is not None and base is not None:
@@ -81,8 +81,9 @@ def _run(make: Make, session: Session | None, steps: int, apply: bool, measure: 
     return run
 
 
-def _parameters(script: Script) -> list[Tensor]:
-    return [p for module in script.modules for p in module.parameters()]
+def _gradients(script: Script) -> list[Tensor]:
+    found = [p.grad for module in script.modules for p in module.parameters() if p.grad is not None]
+    return [part for g in found for part in ((g._indices(), g._values()) if g.is_sparse else (g,))]
 
 
 def _state(script: Script, out: Any) -> dict[str, NDArray[np.uint8]]:
