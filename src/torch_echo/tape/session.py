@@ -439,7 +439,7 @@ class Session:
             self._raise_failure()
             return
         call = RootCall.of(entry, module, args, kwargs)
-        if not self.iterations or self._over():
+        if not self.iterations or self._over(begins=True):
             self._close_script()
             self._next_iteration(call, free)
         elif self._recorder is None and all(call.key != c.key for c in self._calls):
@@ -464,8 +464,8 @@ class Session:
             self._meter = None
         return False
 
-    def _over(self) -> bool:
-        """Is the iteration complete, unless one more backward pass comes?"""
+    def _over(self, begins: bool) -> bool:
+        """Is the iteration complete, unless one more backward pass comes? `begins`: a root is called."""
         if not self._passes or not self._running:
             return not self._running
         recorder = self._recorder
@@ -476,6 +476,8 @@ class Session:
         left, total = recorder.left()
         if self._kind is None or self._kind.crosses is False or sum(left.values()) < LEFT * total:
             return True
+        if not begins:
+            return False  # the script may let go of it yet
         if self._passes == 1 or (self._passes < MOST_PASSES and self._left.keys() - left.keys()):
             self._needed, self._left = self._passes + 1, left
             return False
@@ -752,7 +754,9 @@ class Session:
         local = self._local
         if not local.depth:
             self._close_script()
-            if not self._elsewhere() and self._running:
+            if self._watch_all and not self.iterations:
+                self._note("backward", "no module was called in training mode before it", once=True)
+            elif not self._elsewhere() and self._running:
                 self._passes += 1
                 self._segments.append(len(self._calls))
             if self._in_force is not None and self._passes < self._in_force.passes:
@@ -785,7 +789,7 @@ class Session:
         self._optimizers.add(optimizer)
         if not self._local.depth:
             self._close_script()
-        if self._running and not self._elsewhere() and self._over():
+        if self._running and not self._elsewhere() and self._over(begins=False):
             self._finish_iteration()
 
     def _close_script(self) -> None:

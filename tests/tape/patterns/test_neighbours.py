@@ -174,7 +174,7 @@ def test_an_inner_loop_of_meta_learning() -> None:
 
         return Script([model], step)
 
-    compare(make)
+    compare(make, lower=False)  # the peak is in the backward pass that makes a graph
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -223,9 +223,9 @@ def test_a_compiled_model(backend: str) -> None:
 
 def test_a_compiled_root() -> None:
     torch._dynamo.reset()
-    session = compare(training(lambda: torch.compile(Net(drop=0.0), backend="aot_eager")), drops=False, kinds=0)
+    session = compare(training(lambda: torch.compile(Net(drop=0.0), backend="aot_eager")))  # the loss is dropped
     torch._dynamo.reset()
-    assert any("compile" in why for _, why, _ in session.unhandled)
+    assert any("left to it" in why for _, why, _ in session.unhandled)
 
 
 def test_no_module_at_all() -> None:

@@ -145,7 +145,9 @@ def test_sparse_embeddings() -> None:
     compare(make)
 
 
-def test_nested_tensors() -> None:
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors(layout: torch.layout) -> None:
     class Ragged(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -161,7 +163,7 @@ def test_nested_tensors() -> None:
 
         def step(i: int) -> Tensor:
             rows = [normal(i + j, 3 + (i + j) % 4, WIDTH) for j in range(16)]
-            x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+            x = torch.nested.nested_tensor(rows, layout=layout)
             optimizer.zero_grad()
             loss = model(x).square().mean()
             loss.backward()
