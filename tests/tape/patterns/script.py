@@ -111,8 +111,9 @@ def compare(
 ) -> Session:
     """Run the program plainly, under the plans that save the most memory, and under plans that drop whatever may be dropped.
 
-    Every bit is the same in each step; no measured peak of the last steps is above eager's. `drops`: something is dropped in each
-    of them; `lower`: and the peak is below eager's. `kinds`: how many kinds of iteration have plans. Returns the planned session, closed.
+    Every bit is the same in each step; no measured peak of the last steps is above eager's. `drops`: something is dropped in
+    each of them; `lower`: and the peak is below eager's. `kinds`: how many kinds of iteration have plans. Returns the planned
+    session, closed.
     """
     plain = _run(make, None, steps, apply, measure=True)
     session = Session(Options(max_overhead=100.0, cost="analytic"))

@@ -213,11 +213,11 @@ def test_parameters_that_an_optimizer_writes_between_forward_and_backward() -> N
 
     def make() -> Script:
         first, rest, other = nn.Linear(WIDTH, WIDTH), net(4), net(4)
-        optimizer = torch.optim.SGD([*first.parameters(), *other.parameters()], lr=0.01)
+        optimizer = torch.optim.SGD([*first.parameters(), *other.parameters()], lr=0.01, weight_decay=0.1)
         last = torch.optim.SGD(rest.parameters(), lr=0.01)
 
         def step(i: int) -> list[Tensor]:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)
             last.zero_grad()
             x = normal(i, ROWS, WIDTH)
             out = rest(torch.tanh(first(x)))
