@@ -161,9 +161,9 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage; unique as long as the storage or a StorageWeakRef to it lives. -1: it has none."""
     try:
         key: int = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and nested layouts, functorch wrappers
+    except (NotImplementedError, RuntimeError):  # sparse layouts, functorch wrappers
         return -1
-    return key
+    return -1 if tensor.is_nested else key
 
 
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -288,7 +288,7 @@ class Tape(Stackable):
         out = func(*args, **kwargs)
         recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)
         for j, tensor in enumerate(written(rule, args, kwargs, out)):
-            if mask >> j & 1 and type(tensor) is torch.Tensor:
+            if mask >> j & 1 and type(tensor) is torch.Tensor and not tensor.is_nested:
                 in_place = bool(writes) and any(t is tensor for p, t in tensors_in(args, kwargs) if p in writes)
                 # An in-place op's version is counted above the level at which the tape sees it, after it returns.
                 slot = Slot(recipe, tensor, tensor._version + in_place)
