@@ -149,7 +149,7 @@ def _kind_rows(s: Summary) -> list[tuple[str, RenderableType]]:
         grid.add_row(
             Text(f"{kind.steps:,}"),
             Text(f"{format_bytes(peak)} instead of {format_bytes(kind.eager_peak)}"),
-            Text(f"{kind.extra_seconds / kind.step_seconds:.1%} of {format_seconds(kind.step_seconds)}"),
+            Text(f"{format_seconds(kind.extra_seconds)} of {format_seconds(kind.step_seconds)}"),
             Text(kind.name),
         )
     rows.append(("", grid))

@@ -9,7 +9,7 @@ inputs need gradients, which parameters are trained. How often each is called do
 is of one kind whatever the length; nor do shapes.
 
 What an iteration is going to be is not known at its first call. It is guessed from the script's past: of those that began in the
-same way, the one before which the most was as it is now. A wrong guess costs memory, never correctness.
+same way, it will be like those before which the most was as it is now. A wrong guess costs memory, never correctness.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class Kinds:
 
     def guess(self, begun: tuple[RootKey, ...]) -> StepKind | None:
         """Of which kind is the iteration that has begun with these roots? None: of one that was not there lately."""
-        best, most = None, -1
+        votes: dict[StepKind, int] = {}
+        most = -1
         past = list(self._past)
         for i in range(len(past) - 1, -1, -1):
             if past[i].key[: len(begun)] != begun:
@@ -207,10 +208,10 @@ class Kinds:
             while common < min(i, LONGEST) and past[i - 1 - common] is past[-1 - common]:
                 common += 1
             if common > most:
-                best, most = past[i], common
-            if most == LONGEST:
-                break
-        return best
+                most, votes = common, {}
+            if common == most:
+                votes[past[i]] = votes.get(past[i], 0) + 1
+        return max(votes, key=lambda kind: votes[kind], default=None)  # of equals, the latest
 
     def like(self, begun: tuple[RootKey, ...]) -> StepKind | None:
         """The planned kind that has the most in common with an iteration of a kind that has no plan."""
