@@ -114,8 +114,8 @@ class StepKind:
         """Iterations so far."""
         self.passes = 1
         """Backward passes from one beginning to the next: a later one may go through what an earlier one left."""
-        self.crosses: bool | None = None
-        """May it have several? False: it was tried, and what is left is never read."""
+        self.alone = False
+        """Must it have one? It was tried: what it leaves is not read by those that follow."""
         self.records = 0
         self.failures = 0
         """Recordings that came to nothing."""

@@ -109,7 +109,7 @@ class _Handle:
         return unpack(self.content)
 
     def __del__(self) -> None:
-        self.recorder.waiting.discard(self.index)
+        self.recorder.held.discard(self.index)
         self.recorder.mark("release", self.index)
 
 
@@ -153,8 +153,10 @@ class Recorder(Stackable):
         self.keys: list[int] = []
         self.calls: list[OpCall] = []
         self.saved: list[SavedTensor] = []
-        self.waiting: set[int] = set()
-        """Of these, by number, those that autograd has neither read nor let go of."""
+        self.held: set[int] = set()
+        """Of these, by number, those that autograd has not let go of."""
+        self.read: set[int] = set()
+        """The storages of those that it has read."""
         self.layers: list[tuple[str, int]] = [("", 0)]
         """Module calls under way: path, and which call of it."""
         self.functions: dict[tuple[str, int], dict[Place, int]] = {}
@@ -397,20 +399,27 @@ class Recorder(Stackable):
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)
         handle = _Handle(self, index, content)
-        self.waiting.add(index)
+        self.held.add(index)
         self.mark("pack", index)
         return handle
 
-    def left(self) -> tuple[dict[int, int], int]:
-        """Of the feature maps that autograd saved: bytes of each that it still holds and has never read; bytes of all."""
-        waiting = self.waiting.copy()
-        every = {s.storage: self.storages[s.storage].nbytes for s in self.saved}
-        every = {s: n for s, n in every.items() if self.storages[s].kind == Kind.FEATURE_MAP}
-        read = {s.storage for i, s in enumerate(self.saved) if i not in waiting}
-        return {s: n for s, n in every.items() if s not in read}, sum(every.values())
+    def left(self) -> set[int]:
+        """The feature maps that autograd saved, still holds and has never read."""
+        held = {self.saved[i].storage for i in self.held.copy()}
+        return {s for s in held - self.read if self.storages[s].kind == Kind.FEATURE_MAP}
+
+    def share(self, maps: set[int]) -> float:
+        """Their share, in bytes, of all that it saved."""
+        every = {s.storage for s in self.saved if self.storages[s.storage].kind == Kind.FEATURE_MAP}
+        part, total = (sum(self.storages[s].nbytes for s in of) for of in (maps, every))
+        return part / total if total else 0.0
+
+    def is_read(self, maps: set[int]) -> bool:
+        """Has it read any of these?"""
+        return not self.read.isdisjoint(maps)
 
     def on_unpack(self, index: int) -> None:
-        self.waiting.discard(index)
+        self.read.add(self.saved[index].storage)
         node = compat.current_node()
         self.mark("unpack", (index, -1 if node is None else compat.node_sequence(node)))
 

@@ -10,8 +10,8 @@ belongs to it. Iterations are of several kinds (see ``_kinds``). Each kind has a
    than 1%, the session records and plans once more.
 4. ``STEADY``: the plan is in force.
 
-Where a backward pass leaves much of what autograd saved, it is for a later one (a GAN's fakes, judged twice): the iteration goes on
-until that is over, if within four passes.
+Where a backward pass leaves much of what autograd saved, and one of the next three reads it (a GAN's fakes, judged twice), they are
+one iteration.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Session:
         """How many of these were there at each backward pass."""
         self._needed = 1
         """Backward passes after which the recorded iteration was found to go on, and one."""
-        self._left: dict[int, int] = {}
-        """What the last of these had left."""
+        self._left: set[int] = set()
+        """What the first of these had left."""
         self._clock: Callable[[], float] = perf_counter
         self._begun = 0.0
         self._plain_seconds: dict[tuple[RootCall, ...], float] = {}
@@ -473,15 +473,21 @@ class Session:
             return self._passes >= (self._in_force.passes if self._in_force is not None else 1)
         if self._passes < self._needed:
             return False
-        left, total = recorder.left()
-        if self._kind is None or self._kind.crosses is False or sum(left.values()) < LEFT * total:
+        left, first = recorder.left(), self._needed == 1
+        little = recorder.share(left) < LEFT
+        if self._kind is None or (first and (little or self._kind.alone)):
+            return True
+        read = not first and recorder.is_read(self._left)
+        if read and (little or self._passes == MOST_PASSES):
             return True
         if not begins:
             return False  # the script may let go of it yet
-        if self._passes == 1 or (self._passes < MOST_PASSES and self._left.keys() - left.keys()):
-            self._needed, self._left = self._passes + 1, left
+        if first:
+            self._left = left
+        if self._passes < MOST_PASSES and (read or self._left & left):
+            self._needed = self._passes + 1
             return False
-        self._kind.crosses = False  # nobody reads what is left: these were iterations of their own
+        self._kind.alone = True  # nobody reads what is left: these were iterations of their own
         self._abort_recording()
         *early, self._calls = self._parts()
         for calls in early:
