@@ -145,6 +145,8 @@ class Session:
         """Backward passes in it."""
         self._calls: list[RootCall] = []
         """Calls of root modules in it."""
+        self._keys: dict[RootKey, None] = {}
+        """Of which, in order: each once."""
         self._segments: list[int] = []
         """How many of these were there at each backward pass."""
         self._needed = 1
@@ -442,8 +444,9 @@ class Session:
         if not self.iterations or self._over(begins=True):
             self._close_script()
             self._next_iteration(call, free)
-        elif self._recorder is None and all(call.key != c.key for c in self._calls):
-            self._guess((*dict.fromkeys(c.key for c in self._calls), call.key))
+        elif self._recorder is None and call.key not in self._keys:
+            self._guess((*self._keys, call.key))
+        self._keys[call.key] = None
         if len(self._calls) == (self._segments[-1] if self._segments else 0):
             self._clock = clock(self.device or torch.device("cpu"))
             self._begun = self._clock()
@@ -505,7 +508,7 @@ class Session:
         self._raise_failure()
         self.iterations += 1
         self._running, self._passes = True, 0
-        self._calls, self._segments, self._needed = [], [], 1
+        self._calls, self._keys, self._segments, self._needed = [], {}, [], 1
         kind = self._guess((first.key,))
         if self._in_force is not None and self._in_force.installed is not None:
             self._in_force.installed.reset()
@@ -513,12 +516,13 @@ class Session:
             return
         if kind.plan is not None and kind.outgrown(first, self._growth):
             kind.due = True
+        kind.due &= kind.records < MAX_RECORDS
         waits = kind.phase is Phase.WAIT and kind.seen >= self.warm_up
         if waits and len(self.kinds.planned) >= MOST_KINDS:
             self._note(
                 "training step", f"iterations are of more than {MOST_KINDS} kinds: others have no plan", once=True
             )
-        elif (waits or kind.due) and kind.records < MAX_RECORDS:
+        elif kind.due or (waits and kind.records < MAX_RECORDS):
             self._start_recording(kind)
         elif kind.phase is Phase.CHECK:
             kind.checks += 1
@@ -788,7 +792,9 @@ class Session:
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        self._local.tape.spare(p for group in optimizer.param_groups for p in group["params"])
+        for tape in (self._local.planned, self._local.online):
+            if tape is not None:
+                tape.spare(p for group in optimizer.param_groups for p in group["params"])
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
