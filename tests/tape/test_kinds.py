@@ -86,6 +86,8 @@ class TestAlike:
         a.plan = b.plan = object()  # type: ignore[assignment]
         assert kinds.like((call("a", True).key, call("b").key)) is b
         assert kinds.like((call("d").key,)) is None
+        assert kinds.like((call("a").key, call("d").key)) is not None
+        assert kinds.like((call("a").key, call("d").key), whole=True) is None
 
 
 class TestDue:
@@ -166,6 +168,19 @@ class TestPlans:
         assert len(session.kinds.planned) == MOST_KINDS
         (note,) = [why for _, why, _ in session.unhandled]
         assert "of more than" in note
+
+    def test_what_never_gets_a_plan_leaves_nothing_behind(self) -> None:
+        """With a budget it runs by the rule that needs none."""
+        torch.manual_seed(0)
+        session = Session(Options(memory_budget=1 << 40, cost="analytic"))
+        session.watch_all()
+        models = [nn.Linear(WIDTH, 4) for _ in range(MOST_KINDS)]
+        train([*models, net()], 6)
+        session.close()
+        tape = session._local.online
+        assert tape is not None
+        assert not tape.slots
+        assert sum(map(len, tape.pinned.values())) < 20
 
     def test_another_model_in_place_of_the_planned_one(self) -> None:
         torch.manual_seed(0)

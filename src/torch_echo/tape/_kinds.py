@@ -139,6 +139,11 @@ class StepKind:
         self._unlikes = self._larger = 0
 
     @property
+    def paths(self) -> set[str]:
+        """Its roots."""
+        return {key.path for key in self.key}
+
+    @property
     def name(self) -> str:
         """Its roots, in words."""
         return " + ".join(dict.fromkeys(key.path for key in self.key))
@@ -198,11 +203,14 @@ class Kinds:
 
     def guess(self, begun: tuple[RootKey, ...]) -> StepKind | None:
         """Of which kind is the iteration that has begun with these roots? None: of one that was not there lately."""
+        past = list(self._past)
+        candidates = {kind for kind in set(past) if kind.key[: len(begun)] == begun}
+        if len(candidates) < 2:
+            return next(iter(candidates), None)
         votes: dict[StepKind, int] = {}
         most = -1
-        past = list(self._past)
         for i in range(len(past) - 1, -1, -1):
-            if past[i].key[: len(begun)] != begun:
+            if past[i] not in candidates:
                 continue
             common = 0
             while common < min(i, LONGEST) and past[i - 1 - common] is past[-1 - common]:
@@ -211,10 +219,12 @@ class Kinds:
                 most, votes = common, {}
             if common == most:
                 votes[past[i]] = votes.get(past[i], 0) + 1
-        return max(votes, key=lambda kind: votes[kind], default=None)  # of equals, the latest
+        return max(votes, key=lambda kind: votes[kind])  # of equals, the latest
 
-    def like(self, begun: tuple[RootKey, ...]) -> StepKind | None:
-        """The planned kind that has the most in common with an iteration of a kind that has no plan."""
+    def like(self, begun: tuple[RootKey, ...], whole: bool = False) -> StepKind | None:
+        """The planned kind that has the most roots in common with an iteration that has no plan; `whole`: all that it has begun
+        with."""
         paths = {key.path for key in begun}
-        best = max(self.planned, key=lambda kind: len(paths & {key.path for key in kind.key}), default=None)
-        return best if best is not None and paths & {key.path for key in best.key} else None
+        best = max(self.planned, key=lambda kind: len(paths & kind.paths), default=None)
+        common = paths & best.paths if best is not None else set()
+        return best if common and (common == paths or not whole) else None

@@ -358,6 +358,7 @@ class Session:
         local = self._local
         if lean:
             local.tape = self._online()
+            local.tape.prune()
             local.tape.switch(True, True)
         local.lifted += 1
         try:
@@ -533,11 +534,12 @@ class Session:
 
     def _guess(self, begun: tuple[RootKey, ...]) -> StepKind | None:
         """The kind of an iteration that has begun with these roots. Its plan is put in force, or where it has none, that of the
-        kind most like it; but where it is to be recorded next, it runs once without, to see how long it takes."""
+        kind most like it. But where it is to be recorded next, it runs once without, to see how long it takes; and where memory
+        must be spared, all its roots must be in that plan: the rule that needs none spares more."""
         kind = self._kind = self.kinds.guess(begun)
         if kind is None or kind.plan is None:
             timed = kind is not None and kind.seen == self.warm_up - 1 and not self._lean()
-            self._use(None if timed else self.kinds.like(begun))
+            self._use(None if timed else self.kinds.like(begun, whole=self._lean()))
         else:
             self._use(kind)
         return kind

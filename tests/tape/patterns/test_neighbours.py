@@ -127,6 +127,7 @@ def test_a_default_device() -> None:
         torch.set_default_device(None)
 
 
+@pytest.mark.filterwarnings("error:The .grad attribute:UserWarning")
 def test_functional_calls_and_transforms() -> None:
     """Per-sample gradients and a functional call with other parameters beside the training step."""
 
@@ -154,6 +155,7 @@ def test_functional_calls_and_transforms() -> None:
     compare(make)
 
 
+@pytest.mark.filterwarnings("error:The .grad attribute:UserWarning")
 def test_an_inner_loop_of_meta_learning() -> None:
     """A step on the parameters within the graph, by a functional call; backward goes through it (double backward)."""
 
