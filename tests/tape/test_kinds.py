@@ -10,6 +10,7 @@ from torch_echo.options import Options
 from torch_echo.tape import _kinds
 from torch_echo.tape._entry import Entry
 from torch_echo.tape._kinds import MOST_KINDS, Kinds, RootCall, RootKey, StepKind
+from torch_echo.tape._recipe import Passes
 from torch_echo.tape.session import Phase, Session
 
 from .models import normal
@@ -211,6 +212,28 @@ class TestPlans:
         assert kind.plan is not None
         assert kind.graph is not None
         assert any(kind.graph.ops[o].layer.startswith("Sequential") for o in kind.plan.rerun)
+
+    def test_the_plan_that_fits_from_the_second_call_on(self) -> None:
+        """Which head an iteration takes does not show in its first call."""
+        torch.manual_seed(0)
+        trunk, heads = (
+            net(),
+            [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.GELU(), nn.Linear(64, 8)) for _ in range(2)],
+        )
+        session = Session(Options(max_overhead=100.0, cost="analytic"))
+        session.watch_all()
+        coins = torch.Generator().manual_seed(2)
+        for i in range(24):
+            before = Passes.rerun
+            heads[int(torch.randint(2, (), generator=coins))](trunk(normal(i, ROWS, WIDTH))).mean().backward()
+            if i >= 16:
+                kind = session._in_force
+                assert kind is not None
+                assert kind.plan is not None
+                assert Passes.rerun - before == len(kind.plan.rerun)
+                assert any(kind.graph.ops[o].layer.startswith(kind.key[1].path) for o in kind.plan.rerun)  # type: ignore[union-attr]
+        session.close()
+        assert len(session.kinds.planned) == 2
 
     def test_reports_of_several_kinds(self) -> None:
         torch.manual_seed(0)

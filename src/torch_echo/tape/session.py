@@ -766,7 +766,7 @@ class Session:
         local = self._local
         if not local.depth:
             self._close_script()
-            if self._watch_all and not self.iterations:
+            if self._watch_all and not self.iterations and not self.unhandled:
                 self._note("backward", "no module was called in training mode before it", once=True)
             elif not self._elsewhere() and self._running:
                 self._passes += 1

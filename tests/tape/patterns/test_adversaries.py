@@ -187,6 +187,27 @@ def test_an_auxiliary_task_in_some_iterations() -> None:
     compare(make, kinds=2, steps=18)
 
 
+def test_one_of_two_heads_at_random() -> None:
+    """The first call does not tell which: the second does."""
+
+    def make() -> Script:
+        trunk, heads = net(WIDTH), nn.ModuleList([net(WIDTH), nn.Sequential(net(WIDTH), nn.Tanh(), net(4))])
+        optimizer = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.01)
+        coins = torch.Generator().manual_seed(2)
+
+        def step(i: int) -> Tensor:
+            optimizer.zero_grad()
+            head = heads[int(torch.randint(2, (), generator=coins))]
+            loss = head(trunk(normal(i, ROWS, WIDTH))).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Script([trunk, heads], step)
+
+    compare(make, kinds=2, steps=24)
+
+
 def test_requires_grad_toggled_between_calls() -> None:
     """First the head alone is trained, then the whole; and in every third step the trunk is frozen again."""
 
