@@ -474,7 +474,7 @@ class Session:
             return not self._running
         recorder = self._recorder
         if recorder is None or not recorder.active:
-            return self._passes >= (self._in_force.passes if self._in_force is not None else 1)
+            return self._passes >= (self._kind.passes if self._kind is not None else 1)
         if self._passes < self._needed:
             return False
         left, first = recorder.left(), self._needed == 1
@@ -771,7 +771,7 @@ class Session:
             elif not self._elsewhere() and self._running:
                 self._passes += 1
                 self._segments.append(len(self._calls))
-            if self._in_force is not None and self._passes < self._in_force.passes:
+            if self._kind is not None and self._passes < self._kind.passes:
                 local.tape.prune()
             else:
                 local.tape.forget()
