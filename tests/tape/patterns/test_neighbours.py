@@ -176,7 +176,7 @@ def test_an_inner_loop_of_meta_learning() -> None:
 
         return Script([model], step)
 
-    compare(make, lower=False)  # the peak is in the backward pass that makes a graph
+    compare(make, lower=False)  # what a backward pass with a graph reads is saved again by that graph
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
