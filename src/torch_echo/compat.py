@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +164,26 @@ def storage_key(tensor: torch.Tensor) -> int:
         return -1
     try:
         key: int = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and nested layouts, functorch wrappers
+    except (NotImplementedError, RuntimeError):  # sparse layouts, functorch wrappers
         return -1
-    return key
+    return -1 if tensor.is_nested else key
+
+
+def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape; of a ragged tensor, that of all its rows together, and () of one that does not tell."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    rows: Any = tensor
+    return tuple(rows._values.shape) if tensor.layout is torch.jagged else ()
+
+
+def extent(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Address and bytes of a storage; zeros for that of a tensor subclass which has its content elsewhere."""
+    try:
+        pointer, nbytes = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return 0, 0
+    return (pointer, nbytes) if type(nbytes) is int else (0, 0)
 
 
 _PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
@@ -725,6 +742,11 @@ def layer_of(node: fx.Node) -> str:
 def bfloat16_by_onednn() -> bool:
     """Has this CPU what oneDNN needs for bfloat16?"""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def own_parameters(module: torch.nn.Module) -> Collection[torch.nn.Parameter | None]:
+    """The parameters of the module itself, without those of the modules in it."""
+    return module._parameters.values()
 
 
 def flat_weights(module: torch.nn.RNNBase) -> Any:

@@ -28,7 +28,7 @@ def live_bytes(device: torch.device) -> int:
                     if (
                         key != -1 and t.untyped_storage().device.type == device.type
                     ):  # fake tensors have theirs elsewhere
-                        seen[key] = t.untyped_storage().nbytes()
+                        seen[key] = compat.extent(t.untyped_storage())[1]
     del guard
     return sum(seen.values())
 

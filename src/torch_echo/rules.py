@@ -153,6 +153,7 @@ def may_reuse(rule: Rule, args: tuple[Any, ...], out: Any) -> bool:
     first = args[0]
     if (
         type(first) is not torch.Tensor
+        or first.is_nested
         or first.dtype != out.dtype
         or first.size() != out.size()
         or first.stride() != out.stride()

@@ -10,9 +10,12 @@ import pytest
 
 from torch_echo.options import Options
 from torch_echo.report.files import FORMAT, summary_as_json, write_summary
-from torch_echo.report.summary import Summary
+from torch_echo.report.summary import KindSummary, Summary
 
-SUMMARY = Summary(steps=3, measured_peak=5, rebuilt=[("a.b", 7, 2)], unhandled=[("op", "why", "x.py:3")])
+KIND = KindSummary(
+    name="a + b", steps=2, measured_peak=5, eager_peak=9, predicted_peak=5, extra_seconds=0.1, step_seconds=1.0
+)
+SUMMARY = Summary(steps=3, measured_peak=5, rebuilt=[("a.b", 7, 2)], unhandled=[("op", "why", "x.py:3")], kinds=[KIND])
 
 
 def test_layout() -> None:
@@ -21,6 +24,7 @@ def test_layout() -> None:
     assert record["options"]["max_overhead"] == 0.1
     assert record["summary"]["rebuilt"] == [{"layer": "a.b", "bytes": 7, "values": 2}]
     assert record["summary"]["unhandled"] == [{"what": "op", "why": "why", "where": "x.py:3"}]
+    assert record["summary"]["kinds"][0]["name"] == "a + b"
     assert summary_as_json(SUMMARY, None)["options"] is None
     assert json.loads(json.dumps(record)) == record
 

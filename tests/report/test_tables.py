@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torch_echo.graph import Kind, Op, Phase, TrainingGraph
-from torch_echo.report.summary import Summary
+from torch_echo.report.summary import KindSummary, Summary
 from torch_echo.report.tables import WIDTH, format_seconds, print_summary, render_explanation, render_summary
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,6 +63,35 @@ SUMMARIES = {
         unhandled=[("rank 2: training step", "it was recorded in vain", "train.py:9")],
     ),
     "ranks_unmeasured": Summary(steps=5, ranks=2),
+    "several_kinds": Summary(
+        steps=1200,
+        measured_peak=366 * MIB,
+        eager_peak=532 * MIB,
+        predicted_peak=366 * MIB,
+        extra_seconds=0.007,
+        step_seconds=0.15,
+        rebuilt=[("Generator.0", 101 * MIB, 600)],
+        kinds=[
+            KindSummary(
+                name="Judge",
+                steps=1000,
+                measured_peak=None,
+                eager_peak=200 * MIB,
+                predicted_peak=150 * MIB,
+                extra_seconds=0.006,
+                step_seconds=0.12,
+            ),
+            KindSummary(
+                name="Generator + Judge",
+                steps=200,
+                measured_peak=366 * MIB,
+                eager_peak=532 * MIB,
+                predicted_peak=360 * MIB,
+                extra_seconds=0.012,
+                step_seconds=0.3,
+            ),
+        ],
+    ),
     "many_unhandled": Summary(
         steps=5, measured_peak=MIB, unhandled=[(f"op {i}", "why", f"a.py:{i}") for i in range(14)]
     ),

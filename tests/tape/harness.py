@@ -24,11 +24,11 @@ from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.planning import Plan
-from torch_echo.tape._install import install_plan
+from torch_echo.tape._kinds import StepKind
 from torch_echo.tape._mode import Dropped
 from torch_echo.tape._recipe import Leaf, Passes, Recipe, Slot, View
 from torch_echo.tape._record import PeakMeter, Recorder
-from torch_echo.tape.session import Phase, Session
+from torch_echo.tape.session import Session
 
 __all__ = [
     "Case",
@@ -123,30 +123,28 @@ class ForcedSession(Session):
         self.reruns: list[int] = []
         """Ops re-run in each step, as `compare` found."""
 
-    def _stop_check(self) -> None:
-        watching, plan = self._meter is not None, self.plan
-        super()._stop_check()
-        if watching and plan is not None and self.measured_peak is not None:
-            self.checks.append((self.measured_peak, plan.peak))
+    def _stop_check(self, kind: StepKind | None) -> None:
+        watching, plan = self._meter is not None, None if kind is None else kind.plan
+        super()._stop_check(kind)
+        if watching and plan is not None and kind is not None and kind.measured_peak is not None:
+            self.checks.append((kind.measured_peak, plan.peak))
 
-    def _make_plan(self, recorder: Recorder) -> None:
-        assert self.graph is not None
-        dropped = frozenset(self.choose(self.graph))
-        check_plan(self.graph, dropped)
-        footprint = replay(self.graph, dropped)
-        base = replay(self.graph)
-        self.plan = Plan(
+    def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
+        dropped = frozenset(self.choose(graph))
+        check_plan(graph, dropped)
+        footprint = replay(graph, dropped)
+        base = replay(graph)
+        plan = Plan(
             dropped=dropped,
             peak=footprint.peak,
             base_peak=base.peak,
             floor=footprint.peak,
             extra_seconds=footprint.extra_seconds,
-            step_seconds=self.graph.step_seconds,
+            step_seconds=graph.step_seconds,
             rerun=footprint.rerun,
             policy="forced",
         )
-        self.installed = install_plan(self, self.graph, dropped, recorder.nesting)
-        self.phase = Phase.CHECK
+        self._install(kind, graph, plan, recorder)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from torch_echo import compat
 from torch_echo.graph import Phase, TrainingGraph, Trait
 from torch_echo.options import Options
 from torch_echo.tape import _layer
-from torch_echo.tape.session import Phase as Stage
 from torch_echo.tape.session import Session
 
 from .harness import (
@@ -165,10 +164,9 @@ def test_longer_sequences_are_spared_memory_too() -> None:
     for planned in (False, True):
         torch.manual_seed(0)
         model = Net(lambda: nn.GRU(WIDTH, 16), None, False, torch.float32)
-        with forced(model, everything if planned else nothing) as session:
+        with forced(model, everything if planned else nothing):
             for _ in range(4):
                 model(torch.randn(STEPS, BATCH, WIDTH)).backward()
-            session.phase = Stage.STEADY
             profile = compat.MemoryProfile()
             profile.start()
             loss = model(torch.randn(20 * STEPS, BATCH, WIDTH))

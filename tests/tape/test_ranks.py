@@ -170,12 +170,12 @@ class TestAgree:
         world.at(0).begin(1)
         world.at(0).agree(1, *graph, None, front_of(graph[0], 0.0))
         world.at(1).agree(1, *graph, None, never)
-        assert world.at(1).newer(10, *graph) is None
+        assert not world.at(1).newer(10)
         world.at(0).begin(2)
         made = world.at(0).agree(2, *graph, None, front_of(graph[0], 5.0))
-        found = [world.at(1).newer(i, *graph) for i in range(11, 41)]
-        assert [i for i, each in enumerate(found, 11) if each is not None] == [20]
-        assert found[9] is not None and found[9].dropped == made.dropped
+        assert [i for i in range(11, 41) if world.at(1).newer(i)] == [20]
+        given = world.at(1).given(*graph)
+        assert given is not None and given.dropped == made.dropped
 
     def test_a_lost_store(self, world: World, graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         class Lost:

@@ -32,6 +32,12 @@ class Explanation:
     """The replay with every feature map kept; of the graph as it was, where the plan is for a rewritten one."""
     after: Footprint
     """The replay under the plan."""
+    kind: str = ""
+    """The modules that this kind of iteration calls."""
+    steps: int = 0
+    """How many iterations of it there were."""
+    others: tuple[Explanation, ...] = ()
+    """Where the iterations of a run are of several kinds with plans of their own (a GAN's two), those of the others."""
 
     @classmethod
     def of_file(cls, path: str | Path, options: Options) -> Explanation:
@@ -69,7 +75,11 @@ class Explanation:
     def __str__(self) -> str:
         from torch_echo.report.tables import render_explanation
 
-        return render_explanation(self.plan, self.before, self.after).rstrip("\n")
+        parts = []
+        for each in (self, *self.others):
+            title = f"iterations of {each.kind} ({each.steps:,} so far)\n\n" if self.others else ""
+            parts.append(title + render_explanation(each.plan, each.before, each.after).rstrip("\n"))
+        return "\n\n\n".join(parts)
 
     def __repr__(self) -> str:
         peaks = f"peak {self.after.peak} instead of {self.before.peak} bytes"

@@ -8,7 +8,21 @@ from dataclasses import dataclass, field
 from torch_echo.graph import TrainingGraph
 from torch_echo.report.comparison import Comparison
 
-__all__ = ["Summary", "rebuilt_by_layer"]
+__all__ = ["KindSummary", "Summary", "rebuilt_by_layer"]
+
+
+@dataclass(kw_only=True)
+class KindSummary:
+    """One kind of iteration, where a run has several with plans; as in :class:`Summary`."""
+
+    name: str
+    """The modules that it calls."""
+    steps: int
+    measured_peak: int | None
+    eager_peak: int
+    predicted_peak: int
+    extra_seconds: float
+    step_seconds: float
 
 
 @dataclass(kw_only=True)
@@ -45,6 +59,9 @@ class Summary:
     """Processes of that run."""
     rank_peaks: dict[int, int] = field(default_factory=dict)
     """On rank 0: the measured peaks of all ranks that told theirs."""
+    kinds: list[KindSummary] = field(default_factory=list)
+    """Where iterations of several kinds have plans (a GAN's two), each of them. Peaks above are then the highest of all, times are
+    means over steps, and what is rebuilt is that of one iteration of each kind."""
     plan_notes: list[str] = field(default_factory=list)
     """Remarks of the planner, one line each."""
 

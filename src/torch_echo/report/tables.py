@@ -85,6 +85,7 @@ def _summary(summary: Summary) -> RenderableType:
     rows += _peak_rows(summary)
     rows += _rank_rows(summary)
     rows += _time_rows(summary)
+    rows += _kind_rows(summary)
     rows += _rebuilt_rows(summary)
     rows += _comparison_rows(summary)
     rows += _unhandled_rows(summary)
@@ -156,13 +157,33 @@ def _comparison_rows(s: Summary) -> list[tuple[str, RenderableType]]:
     return [("compared", Text(str(s.comparison), style))]
 
 
+def _kind_rows(s: Summary) -> list[tuple[str, RenderableType]]:
+    if not s.kinds:
+        return []
+    rows: list[tuple[str, RenderableType]] = [
+        ("steps", Text(f"of {len(s.kinds)} kinds, each with its own plan; above, the highest peak and the mean time"))
+    ]
+    grid = _grid("right", "left", "right", "left")
+    for kind in sorted(s.kinds, key=lambda k: -k.eager_peak):
+        peak = kind.predicted_peak if kind.measured_peak is None else kind.measured_peak
+        grid.add_row(
+            Text(f"{kind.steps:,}"),
+            Text(f"{format_bytes(peak)} instead of {format_bytes(kind.eager_peak)}"),
+            Text(f"{format_seconds(kind.extra_seconds)} of {format_seconds(kind.step_seconds)}"),
+            Text(kind.name),
+        )
+    rows.append(("", grid))
+    return rows
+
+
 def _rebuilt_rows(s: Summary) -> list[tuple[str, RenderableType]]:
     layers = sorted((r for r in s.rebuilt if r[1] or r[2]), key=lambda r: (-r[1], r[0]))
     if not layers:
         return [("rebuilt", Text("nothing: every feature map was kept"))] if s.measured_peak is not None else []
     values = sum(r[2] for r in layers)
+    each = "in one step of each kind" if s.kinds else "a step"
     rows: list[tuple[str, RenderableType]] = [
-        ("rebuilt", Text(f"{format_bytes(sum(r[1] for r in layers))} in {_count(values, 'value')} a step"))
+        ("rebuilt", Text(f"{format_bytes(sum(r[1] for r in layers))} in {_count(values, 'value')} {each}"))
     ]
     top, rest = layers[:TOP_LAYERS], layers[TOP_LAYERS:]
     if rest:

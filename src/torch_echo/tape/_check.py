@@ -282,8 +282,14 @@ class CheckedTape(Tape):
     def __init__(self, check: Check, like: Tape) -> None:
         super().__init__(like.reorder)
         self.check = check
-        self.trusted = like.trusted
+        self.trusted, self.gathered = like.trusted, like.gathered
         self._latest: CheckedRecipe | None = None
+
+    def plain(self) -> Tape:
+        """The tape for the iterations after."""
+        tape = Tape(self.reorder)
+        tape.trusted, tape.gathered = self.trusted, self.gathered
+        return tape
 
     def recipe(self, func: Any, rule: Rule, order: int) -> Recipe:
         """See :class:`Tape`."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_echo import compat
 from torch_echo.tape._pause import CollectorPause
@@ -42,6 +42,9 @@ class Owner(Protocol):
     def after_backward(self, state: Any) -> None:
         """The engine has run, or failed."""
 
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
 
@@ -58,12 +61,13 @@ class Owner(Protocol):
 class Entry:
     """What a session knows of one module."""
 
-    __slots__ = ("beyond", "calls", "module", "owner", "path", "root", "sharded", "tables")
+    __slots__ = ("beyond", "calls", "module", "owner", "parts", "path", "sharded", "tables")
 
-    def __init__(self, owner: Owner, module: torch.nn.Module, path: str, root: bool) -> None:
+    def __init__(self, owner: Owner, module: torch.nn.Module, path: str) -> None:
         self.owner = owner
         self.path = path
-        self.root = root
+        self.parts: list[weakref.ref[torch.nn.Module]] | None = None
+        """The modules in it that have parameters of their own, if somebody asked."""
         self.tables: list[Any] | None = None
         """For each call in an iteration, what the plan says of it; None where there is nothing to do."""
         self.beyond: Any = None
@@ -164,6 +168,11 @@ def watch_compiled() -> None:
             _undo.append(compat.wrap_compiled_calls(_lift_all, _lower_all))
 
 
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in owners:
+        owner.before_optimizer(optimizer)
+
+
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for owner in owners:
         owner.after_optimizer(optimizer)
@@ -187,6 +196,7 @@ def install(owner: Owner, watch_all: bool) -> None:
             _undo.append(lambda call=original_call: compat.set_module_call(call))  # type: ignore[misc]
             _undo.append(compat.wrap_backward(_wrap_engine))
             _undo.append(compat.wrap_hooks_disabled(_wrap_hooks_disabled))
+            _undo.append(register_optimizer_step_pre_hook(_before_step).remove)
             _undo.append(register_optimizer_step_post_hook(_after_step).remove)
         owners.append(owner)
         if watch_all:

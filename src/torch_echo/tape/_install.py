@@ -186,13 +186,33 @@ class Installed:
     beyond: dict[str, Table]
     """By module path, for calls after those."""
 
+    inner: set[str] = field(default_factory=set)
+    """Paths of the modules in which nothing is dropped and whose callers are taped: they run with the mode off."""
+
     entries: list[Entry] = field(default_factory=list)
-    """The modules that have tables."""
+    """The modules that get tables."""
 
     @property
     def script(self) -> Table:
         """For the script's own code between the model's call and backward."""
         return self.tables[""][0] if "" in self.tables else OFF
+
+    def bind(self, entry: Entry) -> None:
+        """Take in a module, if the plan says anything of one at its path."""
+        if entry.path in self.tables or entry.path in self.inner:
+            self.entries.append(entry)
+
+    def put_in(self) -> None:
+        """From here on the modules' calls follow this plan."""
+        self.entries = [entry for entry in self.entries if entry.module() is not None]
+        for entry in self.entries:
+            entry.tables = self.tables.get(entry.path, [])
+            entry.beyond = self.beyond.get(entry.path, OFF)
+
+    def take_out(self) -> None:
+        """From here on they follow none."""
+        for entry in self.entries:
+            entry.tables = None
 
     def reset(self) -> None:
         """A new iteration begins: instances are counted anew."""
@@ -286,19 +306,13 @@ def _mask(graph: TrainingGraph, op: Op, dropped: Collection[int]) -> int:
 def install_plan(
     owner: object, graph: TrainingGraph, dropped: Collection[int], nesting: set[tuple[str, str]]
 ) -> Installed:
-    """Put a plan in force for the modules of `owner`.
+    """A plan as decisions for the modules of `owner`, to be put in force.
 
-    `nesting`: (caller, callee) pairs of module paths seen in the recorded step. A module in which nothing is dropped gets
-    tables only if its caller is taped, so that it runs with the mode off.
+    `nesting`: (caller, callee) pairs of module paths seen in the recorded step.
     """
     installed = decide(graph, dropped)
-    inner = {callee for caller, callee in nesting if caller in installed.tables}
-    for entry in entries.values():
-        if entry is None or entry.owner is not owner:
-            continue
-        entry.calls = 0
-        entry.tables = installed.tables.get(entry.path, [] if entry.path in inner else None)
-        entry.beyond = installed.beyond.get(entry.path, OFF)
-        if entry.tables:
-            installed.entries.append(entry)
+    installed.inner = {callee for caller, callee in nesting if caller in installed.tables}
+    for entry in list(entries.values()):
+        if entry is not None and entry.owner is owner:
+            installed.bind(entry)
     return installed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from sys import _getframe, getrefcount
 from typing import Any
 
@@ -296,7 +296,7 @@ class Tape(Stackable):
         out = func(*args, **kwargs)
         recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)
         for j, tensor in enumerate(written(rule, args, kwargs, out)):
-            if mask >> j & 1 and type(tensor) is torch.Tensor:
+            if mask >> j & 1 and type(tensor) is torch.Tensor and not tensor.is_nested:
                 in_place = bool(writes) and any(t is tensor for p, t in tensors_in(args, kwargs) if p in writes)
                 # An in-place op's version is counted above the level at which the tape sees it, after it returns.
                 slot = Slot(recipe, tensor, tensor._version + in_place)
@@ -393,10 +393,7 @@ class Tape(Stackable):
             if position not in writes:
                 continue
             key = compat.storage_key(t)
-            for ref in self.pinned.pop(key, ()):
-                leaf = ref()
-                if leaf is not None and leaf.key == key and leaf.version == compat.version_of(leaf.tensor):
-                    leaf.copy()
+            self._spare(key)
             slot = self.slots.pop(key, None)
             if slot is not None:
                 slot.alive = _gone
@@ -473,9 +470,20 @@ class Tape(Stackable):
         return (tensor, version)
 
     def forget(self) -> None:
-        """Forward is over: what handles and recipes hold stays, the look-up tables go."""
+        """Forward is over: what handles and recipes hold stays. That of leaves stays too: recipes may outlive this pass."""
         self.slots = {}
-        self.pinned = {}
+
+    def spare(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are about to be written where the tape does not see it: copy what recipes still need of them."""
+        live = {key for key, refs in self.pinned.items() if any(ref() is not None for ref in refs)}
+        for key in live.intersection(compat.storage_key(t) for t in tensors) if live else ():
+            self._spare(key)
+
+    def _spare(self, key: int) -> None:
+        for ref in self.pinned.pop(key, ()):
+            leaf = ref()
+            if leaf is not None and leaf.key == key and leaf.version == compat.version_of(leaf.tensor):
+                leaf.copy()
 
     def prune(self) -> None:
         """Forget slots that nothing can refer to any more: forward passes that no backward follows must not pile up."""

@@ -224,19 +224,23 @@ class Ranks:
             return made
         return given
 
-    def newer(self, iteration: int, graph: TrainingGraph, codes: Mapping[int, Any]) -> Plan | None:
-        """If rank 0 has planned again since: its plan for this code. Looked for now and then."""
+    def newer(self, iteration: int) -> bool:
+        """Has rank 0 planned again since? Looked for now and then."""
         if self.size == 1 or self.rank == 0 or iteration % POLL or (store := self._store()) is None:
-            return None
+            return False
         try:
             latest = self._latest(store)
         except (RuntimeError, ValueError):
             self._lost = True  # rank 0 has come to its end, and the store with it
-            return None
-        if latest <= self._taken:
-            return None
-        self._taken = latest
-        return self._given(store, graph, class_names(graph, codes))
+            return False
+        newer = latest > self._taken
+        self._taken = max(latest, self._taken)
+        return newer
+
+    def given(self, graph: TrainingGraph, codes: Mapping[int, Any]) -> Plan | None:
+        """Rank 0's latest plan for the code that made this graph."""
+        store = self._store()
+        return self._given(store, graph, class_names(graph, codes)) if store is not None else None
 
     def _await(self, store: Any, number: int) -> None:
         """Wait until rank 0 has made its plan of this number, if it is about to make it."""

@@ -116,6 +116,7 @@ class _Handle:
         return unpack(self.content)
 
     def __del__(self) -> None:
+        self.recorder.held.discard(self.index)
         self.recorder.mark("release", self.index)
 
 
@@ -160,6 +161,10 @@ class Recorder(Stackable):
         self.keys: list[int] = []
         self.calls: list[OpCall] = []
         self.saved: list[SavedTensor] = []
+        self.held: set[int] = set()
+        """Of these, by number, those that autograd has not let go of."""
+        self.read: set[int] = set()
+        """The storages of those that it has read."""
         self.layers: list[tuple[str, int]] = [("", 0)]
         """Module calls under way: path, and which call of it."""
         self.functions: dict[tuple[str, int], dict[Place, int]] = {}
@@ -427,9 +432,7 @@ class Recorder(Stackable):
             index = self.ids[key] = len(self.storages)
             self.keys.append(key)
             # The weak reference keeps the key from being reused by another storage.
-            self.storages.append(
-                SeenStorage(storage.data_ptr(), storage.nbytes(), kind, layer, compat.StorageWeakRef(storage))
-            )
+            self.storages.append(SeenStorage(*compat.extent(storage), kind, layer, compat.StorageWeakRef(storage)))
         return index
 
     # --- saved tensors -------------------------------------------------------------------------------------------------
@@ -450,10 +453,27 @@ class Recorder(Stackable):
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)
         handle = _Handle(self, index, content)
+        self.held.add(index)
         self.mark("pack", index)
         return handle
 
+    def left(self) -> set[int]:
+        """The feature maps that autograd saved, still holds and has never read."""
+        held = {self.saved[i].storage for i in self.held.copy()}
+        return {s for s in held - self.read if self.storages[s].kind == Kind.FEATURE_MAP}
+
+    def share(self, maps: set[int]) -> float:
+        """Their share, in bytes, of all that it saved."""
+        every = {s.storage for s in self.saved if self.storages[s.storage].kind == Kind.FEATURE_MAP}
+        part, total = (sum(self.storages[s].nbytes for s in of) for of in (maps, every))
+        return part / total if total else 0.0
+
+    def is_read(self, maps: set[int]) -> bool:
+        """Has it read any of these?"""
+        return not self.read.isdisjoint(maps)
+
     def on_unpack(self, index: int) -> None:
+        self.read.add(self.saved[index].storage)
         node = compat.current_node()
         self.mark("unpack", (index, -1 if node is None else compat.node_sequence(node)))
 

@@ -35,8 +35,8 @@ def unpack(handle: Any) -> torch.Tensor:
 
 
 def alone() -> bool:
-    """Is nothing on this thread's stacks?"""
-    return all(top is None for top in (compat.dispatch_modes.top(), compat.top_hooks(), compat.function_modes.top()))
+    """May mode and hooks go on for longer than a call: is nothing on this thread's stacks that an open block would take off?"""
+    return compat.dispatch_modes.top() is None and compat.top_hooks() is None
 
 
 def overwritten(size: Any, token: torch.Tensor, expected: int) -> RuntimeError:

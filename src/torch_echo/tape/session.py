@@ -1,18 +1,23 @@
-"""A session: watches training steps, plans once, applies the plan.
+"""A session: watches training steps, plans them, applies the plans.
 
-Life of a session, counted in *iterations* (a forward pass, or several, up to and with the backward pass that follows; the
-optimizer's step belongs to it):
+What it counts are *iterations*: a forward pass, or several, up to and with the backward pass that follows; the optimizer's step
+belongs to it. Iterations are of several kinds (see ``_kinds``). Each kind has a plan of its own:
 
-1. ``WAIT``: the first two iterations (with a memory budget, one) run as plain PyTorch: lazy initialisation and optimizer state
-   are over then, and it is known how long a step takes.
+1. ``WAIT``: its first two iterations (with a memory budget, one) run without one: lazy initialisation and optimizer state are
+   over then, and it is known how long a step takes.
 2. ``RECORD``: one iteration is watched (see ``_record``), then planned.
 3. ``CHECK``: the plan is in force, and the allocator is asked whether the peak is what the replay said. If it is off by more
    than 1%, the session records and plans once more.
 4. ``STEADY``: the plan is in force.
+
+Where a backward pass leaves much of what autograd saved, and one of the next three reads it (a GAN's fakes, judged twice), they are
+one iteration.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import threading
 import traceback
@@ -20,7 +25,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -36,13 +40,14 @@ from torch_echo.options import Options
 from torch_echo.planning import Plan, plan
 from torch_echo.report.comparison import Comparison
 from torch_echo.report.explanation import Explanation
-from torch_echo.report.summary import Summary, rebuilt_by_layer
+from torch_echo.report.summary import KindSummary, Summary, rebuilt_by_layer
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
 from torch_echo.tape._check import Check, CheckedTape, script_line
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
-from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, Installed, engine_seconds, install_plan
+from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, engine_seconds, install_plan
+from torch_echo.tape._kinds import MOST_CALLS, MOST_KINDS, Kinds, Phase, RootCall, RootKey, StepKind
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
@@ -53,13 +58,11 @@ from torch_echo.tape._stack import alone
 
 __all__ = ["Phase", "Session"]
 
-RootCall = tuple[str, tuple[tuple[int, ...], ...]]
-
 MAX_RECORDS = 12
-"""Recordings in the life of a session: each makes one step slow and is followed by planning."""
+"""Recordings of a kind of iteration: each makes one step slow and is followed by planning."""
 
 FAILED_RECORDS = 3
-"""Recordings that come to nothing, before a session gives up."""
+"""Recordings that come to nothing, before a kind of iteration is left to plain PyTorch."""
 
 GROWTH = 1.25
 """Inputs larger by this factor than those of the recorded step make the session record and plan again."""
@@ -67,8 +70,17 @@ GROWTH = 1.25
 BUDGET_GROWTH = 1.02
 """The same where a memory budget must hold for the largest step."""
 
-UNLIKE = 3
-"""Iterations in a row that make the same calls, but not those of the recorded one, before the session records again."""
+REPLACED = 3
+"""Recordings because modules were replaced by others (a model of its own for each fold of a cross-validation)."""
+
+MOST_PASSES = 4
+"""Backward passes of one iteration."""
+
+LEFT = 0.1
+"""Share of what autograd saved in an iteration that a backward pass leaves to later ones."""
+
+TIMED = 64
+"""Iterations whose durations without a plan are remembered."""
 
 CHECK_PATIENCE = 50
 """Iterations in which the check waits for one with the recorded shapes."""
@@ -79,44 +91,20 @@ CHECK_TOLERANCE = 0.01
 """A measured peak further than this fraction from the plan's makes the session record and plan again."""
 
 
-class Phase(Enum):
-    """Where a session stands."""
-
-    WAIT = "wait"
-    RECORD = "record"
-    CHECK = "check"
-    STEADY = "steady"
-    OFF = "off"
-
-
 class _Local(threading.local):
     """State of one thread within a session."""
 
     def __init__(self, reorder: bool) -> None:
-        self.tape = Tape(reorder)
+        self.planned = Tape(reorder)
+        self.online: OnlineTape | None = None
+        self.tape: Tape = self.planned
+        """One of these two."""
         self.depth = 0
         """Nesting of module calls that are taped or recorded."""
         self.lifted = 0
         """Above 0: leave module calls alone (a backward pass, a functorch transform, a root that can't be taped)."""
         self.open = False
         """Between a root's call and the backward pass, the script's own code (the loss) is taped too."""
-
-
-def _shapes(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the tensors among a call's arguments, one level of containers deep."""
-    found: list[tuple[int, ...]] = []
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, torch.Tensor):
-            found.append(tuple(a.shape))
-        elif isinstance(a, (list, tuple)):
-            found.extend(tuple(b.shape) for b in a if isinstance(b, torch.Tensor))
-        elif isinstance(a, dict):
-            found.extend(tuple(b.shape) for b in a.values() if isinstance(b, torch.Tensor))
-    return tuple(found)
-
-
-def _elements(call: RootCall) -> int:
-    return sum(math.prod(shape) for shape in call[1])
 
 
 def _table(entry: Entry) -> Table:
@@ -130,7 +118,7 @@ def _table(entry: Entry) -> Table:
 
 
 class Session:
-    """One planner and its plan over a set of modules. See the module's docstring."""
+    """One planner and its plans over a set of modules. See the module's docstring."""
 
     def __init__(
         self, options: Options | None = None, name: str = "session", on_event: Callable[[str], None] | None = None
@@ -141,14 +129,10 @@ class Session:
         self.ranks = Ranks(name, self._remark)
         self._remarks: list[str] = []
         """Of the planning of several ranks."""
-        self._nesting: set[tuple[str, str]] = set()
-        """Of the recorded iteration: see `install_plan`."""
-        self.phase = Phase.WAIT
+        self._recordings = 0
+        """Begun so far: ranks tell each other's by their number."""
         self.iterations = 0
-        self.graph: TrainingGraph | None = None
-        self.plan: Plan | None = None
-        self.installed: Installed | None = None
-        self.measured_peak: int | None = None
+        self.kinds = Kinds()
         self.unhandled: list[tuple[str, str, str]] = []
         self.device: torch.device | None = None
         self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
@@ -164,25 +148,60 @@ class Session:
         """Of the iteration that was compared with plain PyTorch."""
         self._check: Check | None = None
         self._check_due = self.options.check
-        self._backward_seen = False
-        self._records = 0
+        self._off = False
+        self._kind: StepKind | None = None
+        """Of which kind the iteration is taken to be that is under way, or over."""
+        self._in_force: StepKind | None = None
+        """The kind whose plan is in force."""
+        self._running = False
+        """Is an iteration under way?"""
+        self._passes = 0
+        """Backward passes in it."""
+        self._calls: list[RootCall] = []
+        """Calls of root modules in it."""
+        self._keys: dict[RootKey, None] = {}
+        """Of which, in order: each once."""
+        self._segments: list[int] = []
+        """How many of these were there at each backward pass."""
+        self._needed = 1
+        """Backward passes after which the recorded iteration was found to go on, and one."""
+        self._left: set[int] = set()
+        """What the first of these had left."""
         self._clock: Callable[[], float] = perf_counter
         self._begun = 0.0
         self._plain_seconds: dict[tuple[RootCall, ...], float] = {}
-        """Least time that forward and backward took without profiler and plan, by the calls of the iteration."""
-        self._remade = False
-        self._calls: list[RootCall] = []
-        """Calls of root modules in this iteration, with the shapes of their arguments."""
-        self._recorded_calls: list[RootCall] = []
-        self._unlike: list[str] = []
-        """Calls of root modules in the last iteration, and how many before it made the same, but other than the recorded."""
-        self._unlikes = 0
-        self._checks = 0
-        self._late_roots = False
+        """Least time that forward and backward took without profiler and plan, by the calls between two backward passes."""
         self._failure: TorchEchoError | None = None
         self._watch_all = False
-        self._codes: dict[int, Any] = {}
-        """Code objects by identity, as long as the plan knows places in them by it."""
+
+    # --- what it knows -----------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Where the kind of iteration stands that is under way, or was the last."""
+        if self._off:
+            return Phase.OFF
+        if self._recorder is not None:
+            return Phase.RECORD
+        return self._kind.phase if self._kind is not None and not self._kind.due else Phase.WAIT
+
+    @property
+    def graph(self) -> TrainingGraph | None:
+        """Of the kind of iteration that takes the most memory. None before it is planned."""
+        kind = self.kinds.heaviest
+        return kind.graph if kind is not None else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """As `graph`."""
+        kind = self.kinds.heaviest
+        return kind.plan if kind is not None else None
+
+    @property
+    def measured_peak(self) -> int | None:
+        """The peak at the allocator under `plan`, if it was measured."""
+        kind = self.kinds.heaviest
+        return kind.measured_peak if kind is not None else None
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -200,9 +219,10 @@ class Session:
         """Stop. Steps under way finish as they began."""
         self._close_script()
         self._abort_recording()
-        self._stop_check()
+        self._stop_check(None)
         self._stop_comparison()
-        self.phase = Phase.OFF
+        self._use(None)
+        self._off = True
         _entry.uninstall(self)
 
     def finish(self) -> None:
@@ -219,7 +239,7 @@ class Session:
         return list(self._optimizers)
 
     def compare_next(self) -> None:
-        """Compare the next iteration under the plan with plain PyTorch, as the option `check` does."""
+        """Compare the next iteration under a plan with plain PyTorch, as the option `check` does."""
         self._check_due = True
 
     @contextmanager
@@ -234,10 +254,17 @@ class Session:
             self._local.depth -= 1
 
     def explanation(self) -> Explanation | None:
-        """Graph, plan and footprints, for printing; None before the plan is made."""
-        if self.graph is None or self.plan is None:
-            return None
-        return Explanation(self.graph, self.plan, replay(self.graph), replay(self.graph, self.plan.dropped))
+        """Graph, plan and footprints, for printing; None before a plan is made. Of several kinds of iteration that which takes the
+        most memory comes first, with the others in `others`."""
+        made = [
+            Explanation(
+                kind.graph, kind.plan, replay(kind.graph), replay(kind.graph, kind.plan.dropped), kind.name, kind.seen
+            )
+            for kind in self.kinds.planned
+            if kind.graph is not None and kind.plan is not None
+        ]
+        made.sort(key=lambda e: -e.plan.base_peak)
+        return dataclasses.replace(made[0], others=tuple(made[1:])) if made else None
 
     def summary(self) -> Summary:
         """What the session did."""
@@ -250,17 +277,37 @@ class Session:
             s.unhandled += [
                 (f"rank {rank}: {what}", why, where) for what, why, where in notes if (what, why) not in mine
             ]
-        if self.graph is None or self.plan is None:
+        plans = [(k, k.graph, k.plan) for k in self.kinds.planned if k.graph is not None and k.plan is not None]
+        if not plans:
             return s
-        s.measured_peak = self.measured_peak
-        s.eager_peak, s.predicted_peak = self.plan.base_peak, self.plan.peak
-        s.base_bytes = sum(
-            t.nbytes
-            for t in self.graph.storages
-            if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
+        if any(k.measured_peak is not None for k, _, _ in plans):
+            s.measured_peak = max(p.peak if k.measured_peak is None else k.measured_peak for k, _, p in plans)
+        s.eager_peak, s.predicted_peak = max(p.base_peak for _, _, p in plans), max(p.peak for _, _, p in plans)
+        s.base_bytes = max(
+            sum(
+                t.nbytes
+                for t in graph.storages
+                if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
+            )
+            for _, graph, _ in plans
         )
-        s.extra_seconds, s.step_seconds = self.plan.extra_seconds, self.plan.step_seconds
-        s.rebuilt = rebuilt_by_layer([(self.graph, self.plan.dropped)])
+        steps = sum(k.seen for k, _, _ in plans)
+        s.extra_seconds = sum(k.seen * p.extra_seconds for k, _, p in plans) / steps
+        s.step_seconds = sum(k.seen * p.step_seconds for k, _, p in plans) / steps
+        s.rebuilt = rebuilt_by_layer([(graph, p.dropped) for _, graph, p in plans])
+        if len(plans) > 1:
+            s.kinds = [
+                KindSummary(
+                    name=k.name,
+                    steps=k.seen,
+                    measured_peak=k.measured_peak,
+                    eager_peak=p.base_peak,
+                    predicted_peak=p.peak,
+                    extra_seconds=p.extra_seconds,
+                    step_seconds=p.step_seconds,
+                )
+                for k, _, p in plans
+            ]
         return s
 
     # --- modules -----------------------------------------------------------------------------------------------------
@@ -284,14 +331,28 @@ class Session:
                 if device.type == "cpu":
                     keep_heap()  # now, so that the steps before the plan, which tell how long a step takes, are like those after it
         self._roots[name] = weakref.ref(model)
+        self._add_modules(name, model)
+        if any(compat.is_sharded(module) for module in model.modules()):
+            self._find_sharded()
+        for kind in self.kinds.planned if device is not None else ():
+            if kind.replaced < REPLACED and any(key.path == name for key in kind.key):
+                kind.replaced += 1
+                kind.due = True  # another model than the planned one
+
+    def _add_modules(self, name: str, model: torch.nn.Module) -> bool:
+        """Take in the modules of a root; True if some were not known."""
+        new = False
         for path, module in model.named_modules():
             known = entries.get(id(module))
             if id(module) not in entries or (known is not None and known.module() is not module):
-                entries[id(module)] = Entry(self, module, f"{name}.{path}" if path else name, root=not path)
-        if any(compat.is_sharded(module) for module in model.modules()):
-            self._find_sharded()
-        if self.phase in (Phase.CHECK, Phase.STEADY) and device is not None and self._records < 3:
-            self._late_roots = True
+                entry = entries[id(module)] = Entry(self, module, f"{name}.{path}" if path else name)
+                new = True
+                for kind in self.kinds.planned:
+                    if kind.installed is not None:
+                        kind.installed.bind(entry)
+        if new and self._in_force is not None and self._in_force.installed is not None:
+            self._in_force.installed.put_in()
+        return new
 
     def meet(self, module: torch.nn.Module) -> Entry | None:
         """A module that no session knows is called for training. See :class:`torch_echo.tape._entry.Owner`."""
@@ -324,9 +385,9 @@ class Session:
             if not torch.is_grad_enabled() or not module.training or compat.current_node() is not None:
                 return original(module, *args, **kwargs)
             free = self._may_tape(module)
-            self._enter_root(entry, args, kwargs, free)
-            if self.phase in (Phase.WAIT, Phase.OFF) or not free:
-                lean = self.phase is Phase.WAIT and self._lean() and free
+            self._enter_root(entry, module, args, kwargs, free)
+            if not free or (self._in_force is None and self._recorder is None):
+                lean = free and self._lean() and self.phase is not Phase.OFF
                 return self._call_unplanned(lean, entry, module, args, kwargs)
         recorder = self._recorder
         if recorder is not None and recorder.active:
@@ -337,9 +398,10 @@ class Session:
             if entry.tables is None and not entry.sharded:
                 return original(module, *args, **kwargs)
             return self._call_taped(entry, module, args, kwargs)
-        if self.installed is None:
+        if self._in_force is None:
             return original(module, *args, **kwargs)
         check = self._check if threading.current_thread() is self._thread else None
+        local.tape = local.planned
         local.tape.prune()
         with CollectorPause():
             try:
@@ -374,8 +436,8 @@ class Session:
         """Run a root's call as plain PyTorch, or with the rule that needs no plan."""
         local = self._local
         if lean:
-            if not isinstance(local.tape, OnlineTape):
-                local.tape = self._online_tape(set(self._known()))
+            local.tape = self._online()
+            local.tape.prune()
             local.tape.switch(True, True)
         local.lifted += 1
         try:
@@ -389,9 +451,10 @@ class Session:
         """Run a call with the plan in force; mode and hooks as this module needs them."""
         local = self._local
         tape = local.tape
-        table = tape.table
-        if not local.depth and not local.open and self._watch_all and self.installed is not None:
-            script = self.installed.script
+        table = tape.table if local.depth or local.open else OFF
+        if not local.depth and not local.open and self._watch_all and self._in_force is not None:
+            assert self._in_force.installed is not None
+            script = self._in_force.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
             if script is not OFF and alone():
                 local.open = True
@@ -452,20 +515,26 @@ class Session:
         self._note(type(module).__name__, reason, once=True)
         return False
 
-    def _enter_root(self, entry: Entry, args: Any, kwargs: Any, free: bool) -> None:
+    def _enter_root(self, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any, free: bool) -> None:
         """A training call outside of any other begins; `free`: it can be taped."""
         _entry.watch_compiled()
         if self._elsewhere():
             return
-        call = (entry.path, _shapes(args, kwargs))
-        if self._backward_seen or self.iterations == 0:
-            self._backward_seen = False
+        if self._off:
+            self._raise_failure()
+            return
+        call = RootCall.of(entry, module, args, kwargs)
+        if not self.iterations or self._over(begins=True):
             self._close_script()
             self._next_iteration(call, free)
-        if not self._calls:
+        elif self._recorder is None and call.key not in self._keys:
+            self._guess((*self._keys, call.key))
+        self._keys[call.key] = None
+        if len(self._calls) == (self._segments[-1] if self._segments else 0):
             self._clock = clock(self.device or torch.device("cpu"))
             self._begun = self._clock()
-        self._calls.append(call)
+        if len(self._calls) < MOST_CALLS:
+            self._calls.append(call)
 
     # --- iterations --------------------------------------------------------------------------------------------------
 
@@ -483,67 +552,120 @@ class Session:
         self._check = None
         return False
 
+    def _over(self, begins: bool) -> bool:
+        """Is the iteration complete, unless one more backward pass comes? `begins`: a root is called."""
+        if not self._passes or not self._running:
+            return not self._running
+        recorder = self._recorder
+        if recorder is None or not recorder.active:
+            return self._passes >= (self._kind.passes if self._kind is not None else 1)
+        if self._passes < self._needed:
+            return False
+        left, first = recorder.left(), self._needed == 1
+        little = recorder.share(left) < LEFT
+        if self._kind is None or (first and (little or self._kind.alone)):
+            return True
+        read = not first and recorder.is_read(self._left)
+        if read and (little or self._passes == MOST_PASSES):
+            return True
+        if not begins:
+            return False  # the script may let go of it yet
+        if first:
+            self._left = left
+        if self._passes < MOST_PASSES and (read or self._left & left):
+            self._needed = self._passes + 1
+            return False
+        self._kind.alone = True  # nobody reads what is left: these were iterations of their own
+        self._abort_recording()
+        *early, self._calls = self._parts()
+        for calls in early:
+            self.kinds.note(calls)
+        return True
+
+    def _parts(self) -> list[list[RootCall]]:
+        """The calls of the iteration between backward passes."""
+        bounds = itertools.pairwise([0, *self._segments])
+        return [self._calls[a:b] for a, b in bounds if a < b]
+
     def _next_iteration(self, first: RootCall, free: bool) -> None:
         """A new iteration begins with the call `first`; it is watched only if that call can be taped."""
         self._finish_iteration()
         self._raise_failure()
-        self._count_unlike()
         self.iterations += 1
-        self._calls = []
-        if self.installed is not None:
-            self.installed.reset()
+        self._running, self._passes = True, 0
+        self._calls, self._keys, self._segments, self._needed = [], {}, [], 1
         if self.iterations == 1:
             self._find_sharded()
-        self._local.tape.gathered = Gathered(self._sharded)
+        for tape in (self._local.planned, self._local.online):
+            if tape is not None:
+                tape.gathered = Gathered(self._sharded)
         self._follow()
-        if not free:
+        kind = self._guess((first.key,))
+        if self._in_force is not None and self._in_force.installed is not None:
+            self._in_force.installed.reset()
+        if not free or kind is None:
             return
-        if self.phase is Phase.WAIT:
-            if self.iterations > self.warm_up:
-                self._start_recording()
-        elif self.phase in (Phase.CHECK, Phase.STEADY) and self._outgrown(first):
-            self._start_recording()
-        elif self._check_due and self.phase in (Phase.CHECK, Phase.STEADY):
+        if kind.plan is not None and kind.outgrown(first, self._growth):
+            kind.due = True
+        kind.due &= kind.records < MAX_RECORDS
+        waits = kind.phase is Phase.WAIT and kind.seen >= self.warm_up
+        if waits and len(self.kinds.planned) >= MOST_KINDS:
+            self._note(
+                "training step", f"iterations are of more than {MOST_KINDS} kinds: others have no plan", once=True
+            )
+        elif kind.due or (waits and kind.records < MAX_RECORDS):
+            self._start_recording(kind)
+        elif self._check_due and kind.plan is not None and kind is self._in_force:
             self._start_comparison()
-        elif self.phase is Phase.CHECK:
-            self._checks += 1
-            if self._checks > CHECK_PATIENCE:
-                self.phase = Phase.STEADY
-            elif self._recorded_calls[:1] == [first]:
+        elif kind.phase is Phase.CHECK:
+            kind.checks += 1
+            if kind.checks > CHECK_PATIENCE:
+                kind.phase = Phase.STEADY
+            elif kind.recorded[:1] == [first]:
                 self._start_check()
 
-    def _outgrown(self, first: RootCall) -> bool:
-        """Is the iteration so unlike the recorded one that a new plan is due: new models, other calls, or far larger
-        inputs?"""
-        if self._records >= MAX_RECORDS:
-            return False
-        if self._late_roots or self._unlikes >= UNLIKE:
-            self._late_roots = False
-            self._unlikes = 0
-            return True
-        known = [_elements(c) for c in self._recorded_calls if c[0] == first[0]]
-        growth = BUDGET_GROWTH if self.options.memory_budget is not None else GROWTH
-        return bool(known) and _elements(first) > growth * max(known)
-
-    def _count_unlike(self) -> None:
-        """Has the recorded iteration turned out an exception? (A step that failed, for one, has a forward pass too many.)"""
-        calls = [path for path, _ in self._calls]
-        if self.phase not in (Phase.CHECK, Phase.STEADY) or calls == [path for path, _ in self._recorded_calls]:
-            self._unlikes = 0
+    def _guess(self, begun: tuple[RootKey, ...]) -> StepKind | None:
+        """The kind of an iteration that has begun with these roots. Its plan is put in force, or where it has none, that of the
+        kind most like it. But where it is to be recorded next, it runs once without, to see how long it takes; and where memory
+        must be spared, all its roots must be in that plan: the rule that needs none spares more."""
+        kind = self._kind = self.kinds.guess(begun)
+        if kind is None or kind.plan is None:
+            timed = kind is not None and kind.seen == self.warm_up - 1 and not self._lean()
+            self._use(None if timed else self.kinds.like(begun, whole=self._lean()))
         else:
-            self._unlikes = self._unlikes + 1 if calls == self._unlike else 1
-        self._unlike = calls
+            self._use(kind)
+        return kind
+
+    def _use(self, kind: StepKind | None) -> None:
+        """Put a kind's plan in force."""
+        if kind is self._in_force:
+            return
+        self._close_script()
+        if self._in_force is not None and self._in_force.installed is not None:
+            self._in_force.installed.take_out()
+        if kind is not None and kind.installed is not None:
+            kind.installed.reset()
+            kind.installed.put_in()
+        self._in_force = kind
+
+    @property
+    def _growth(self) -> float:
+        return BUDGET_GROWTH if self.options.memory_budget is not None else GROWTH
 
     def _finish_iteration(self) -> None:
-        """What was being watched is complete."""
+        """The iteration under way is complete."""
+        if not self._running:
+            return
+        self._running = False
+        kind = self.kinds.note(self._calls)
         if self._recorder is not None and self._recorder.active:
-            self._recorded_calls = self._calls
-            self._checks = 0
-            self._stop_recording()
-        if self._meter is not None:
-            self._stop_check()
-        if self._check is not None:
+            self._stop_recording(kind)
+        else:
+            self._stop_check(kind)
             self._stop_comparison()
+            if kind.plan is not None:
+                kind.compare(self._calls, self._growth)
+        self._kind = kind
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -559,7 +681,7 @@ class Session:
                 continue
             for path, p in model.named_parameters():
                 layer = ".".join([name, *path.split(".")[:-1]])
-                for kind, t in ((Kind.PARAMETER, p), (Kind.GRADIENT, p.grad)):
+                for kind, t in ((Kind.PARAMETER, p), (Kind.GRADIENT, p.grad if p.is_leaf else None)):
                     for part in compat.parts_of(t) if t is not None else ():
                         known[compat.storage_key(part)] = (kind, layer)
             for path, b in model.named_buffers():
@@ -590,81 +712,94 @@ class Session:
         plan may add a fraction of that."""
         return 1 if self._lean() else 2
 
-    def _start_recording(self) -> None:
+    def _online(self) -> OnlineTape:
+        """This thread's tape for what has no plan."""
+        local = self._local
+        if local.online is None:
+            local.online = OnlineTape(set(self._known()))
+            local.online.gathered = Gathered(self._sharded)
+        return local.online
+
+    def _start_recording(self, kind: StepKind) -> None:
         if self.device is None:
             return
         if compat.profiler_running():
             self._note("planning", "waits: a profiler of the script's is running", once=True)
             return
+        for name, ref in list(self._roots.items()):
+            model = ref()
+            if model is not None:
+                self._add_modules(name, model)  # those put into it since
         known = self._known()
         self._find_sharded()
         tape, tables = None, None
         if self._lean():
-            tape = self._online_tape(set(known)) if self.installed is None else self._local.tape
-            tables = self.installed.tables if self.installed is not None else None
-            self._local.tape = tape
+            tape = self._local.tape = self._online() if kind.installed is None else self._local.planned
+            tables = kind.installed.tables if kind.installed is not None else None
+        self._use(None)
         self._recorder = Recorder(
             self.device, known, tape, tables, self._watch_all, self.options.reorder, Gathered(self._sharded)
         )
-        self.installed = None
-        for e in entries.values():
-            if e is not None and e.owner is self:
-                e.tables = None
         self._thread = threading.current_thread()
         self._recorder.start(self._gradients(), self._optimizer_states())
-        self.phase = Phase.RECORD
-        self._records += 1
-        self.ranks.begin(self._records)
-        self.on_event("recording a step")
+        kind.records += 1
+        self._recordings += 1
+        self.ranks.begin(self._recordings)
+        self.on_event("recording a step" if not self.kinds.planned else f"recording a step ({kind.name})")
 
-    def _stop_recording(self) -> None:
+    def _stop_recording(self, kind: StepKind) -> None:
+        """What was recorded has turned out to be of this kind."""
         recorder, self._recorder = self._recorder, None
         assert recorder is not None and self.device is not None
         recorder.stop()
+        if kind.plan is not None and not kind.due:
+            self.ranks.give_up(self._recordings)
+            return  # the guess was wrong
         if not recorder.saved:
-            self.ranks.give_up(self._records)
-            self.phase = Phase.WAIT
-            if self._records >= FAILED_RECORDS:
-                self.phase = Phase.OFF
-                self._note("training step", "autograd saved nothing that could be seen: compiled, or nothing to train")
+            self._failed(kind, "autograd saved nothing that could be seen: compiled, or nothing to train")
             return
         try:
             cost = get_cost_model(self.options.cost, self.device)
-            self.graph = build(recorder, cost)
+            graph = build(recorder, cost)
             cost.save()
-            self.graph.rerun_overhead = RERUN_SECONDS
+            graph.rerun_overhead = RERUN_SECONDS
             if self.device is None or self.device.type == "cpu":
-                self.graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
+                graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
             # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
-            plain = self._plain_seconds.get(tuple(self._recorded_calls), math.inf)
-            self.graph.step_seconds = min(self.graph.step_seconds, plain)
-            self._codes = recorder.codes
-            self._make_plan(recorder)
-            self._local.tape.trusted = frozenset(recorder.known)
+            plain = sum(self._plain_seconds.get(tuple(part), math.inf) for part in self._parts())
+            graph.step_seconds = min(graph.step_seconds, plain)
+            self._make_plan(kind, graph, recorder)
         except CaptureError as error:  # another thread may have been in the way
-            self.ranks.give_up(self._records)
-            self.phase = Phase.WAIT
-            if self._records >= FAILED_RECORDS or self.options.strict:
-                self._give_up(str(error), error)
+            self._failed(kind, str(error), error)
+            return
         except BudgetInfeasible as error:
-            self.ranks.give_up(self._records)
-            self.phase = Phase.OFF
+            self.ranks.give_up(self._recordings)
+            self._off = True
             self._failure = error
+            return
         except Exception as error:  # a mistake of ours must not end the script's training
             frame = traceback.extract_tb(error.__traceback__)[-1]
             why = f"planning failed: {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
             failure = CaptureError(why)
             failure.__cause__ = error
-            self.ranks.give_up(self._records)
-            self.plan = None
+            self.ranks.give_up(self._recordings)
+            kind.graph = kind.plan = kind.installed = None
             self._give_up(why, failure)
+            return
+        kind.due, kind.checks, kind.phase = False, 0, Phase.CHECK
+        kind.passes, kind.recorded, kind.codes = self._needed, self._calls, recorder.codes
+        self._local.planned.trusted = frozenset(recorder.known)
+        if self.options.memory_budget is not None:
+            for other in self.kinds.planned:
+                if other is not kind and other.phase is Phase.STEADY:
+                    # What is there beside it may have become more: the other models' gradients and optimizer states.
+                    other.phase, other.checks, other.remade = Phase.CHECK, 0, False
+        self.on_event("planned")
 
-    def _make_plan(self, recorder: Recorder) -> None:
-        assert self.graph is not None and self.device is not None
+    def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
+        assert self.device is not None
         options = self.options
         budget = options.budget_bytes(self.device)
-        self._nesting = recorder.nesting
-        graph = self.graph
 
         def own() -> Plan:
             return plan(
@@ -676,22 +811,25 @@ class Session:
                 fixed_seconds=engine_seconds(graph),
             )
 
-        self.plan = self.ranks.agree(self._records, graph, self._codes, budget, own)
-        if isinstance(self._local.tape, OnlineTape):
-            self._local.tape = Tape(self.options.reorder)
-        self.installed = install_plan(self, self.graph, self.plan.dropped, self._nesting)
-        self.phase = Phase.CHECK
-        self.on_event("planned")
+        made = self.ranks.agree(self._recordings, graph, recorder.codes, budget, own)
+        self._install(kind, graph, made, recorder.nesting)
+
+    def _install(self, kind: StepKind, graph: TrainingGraph, made: Plan, nesting: set[tuple[str, str]]) -> None:
+        kind.graph, kind.plan, kind.nesting = graph, made, nesting
+        kind.installed = install_plan(self, graph, made.dropped, nesting)
 
     def _follow(self) -> None:
-        """Take over what other ranks have told since: rank 0's newer plan, and on rank 0 the others' peaks."""
+        """Take over what other ranks have told since: rank 0's newer plans, and on rank 0 the others' peaks."""
         self.ranks.collect()
-        if self.installed is None or self.graph is None:
+        if not self.ranks.newer(self.iterations):
             return
-        given = self.ranks.newer(self.iterations, self.graph, self._codes)
-        if given is not None:
-            self.plan = given
-            self.installed = install_plan(self, self.graph, given.dropped, self._nesting)
+        for kind in self.kinds.planned:
+            assert kind.graph is not None
+            given = self.ranks.given(kind.graph, kind.codes)
+            if given is not None:
+                if kind is self._in_force:
+                    self._use(None)
+                self._install(kind, kind.graph, given, kind.nesting)
 
     def _abort_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -701,8 +839,7 @@ class Session:
             ):  # mode and hooks of another thread are not to be reached from here
                 recorder.lift()
             recorder.stop()
-            self.ranks.give_up(self._records)
-            self.phase = Phase.WAIT
+            self.ranks.give_up(self._recordings)
 
     def _start_check(self) -> None:
         if compat.profiler_running():
@@ -711,20 +848,22 @@ class Session:
         self._thread = threading.current_thread()
         self._meter = PeakMeter(self.device, self._gradients())
 
-    def _stop_check(self) -> None:
-        """Compare the measured peak with the plan's; a plan that is off is made again, once, on a newly recorded step."""
+    def _stop_check(self, kind: StepKind | None) -> None:
+        """Compare the measured peak with the plan's; a plan that is off is made again, once, on a newly recorded step. `kind`: what
+        the iteration has turned out to be."""
         if self._meter is None:
             return
         meter, self._meter = self._meter, None
         peak = meter.stop()
-        if peak is None or self.phase is not Phase.CHECK or self.plan is None or self._calls != self._recorded_calls:
+        if peak is None or kind is None or kind is not self._in_force or kind.phase is not Phase.CHECK:
             return
-        self.measured_peak = peak
+        if kind.plan is None or self._calls != kind.recorded:
+            return
+        kind.measured_peak = peak
         self._tell_ranks()
-        self.phase = Phase.STEADY
-        if abs(peak - self.plan.peak) > CHECK_TOLERANCE * self.plan.peak and not self._remade:
-            self._remade = True
-            self.phase = Phase.WAIT
+        kind.phase = Phase.STEADY
+        if abs(peak - kind.plan.peak) > CHECK_TOLERANCE * kind.plan.peak and not kind.remade:
+            kind.remade = kind.due = True
 
     def _start_comparison(self) -> None:
         if self._sharded:
@@ -734,17 +873,15 @@ class Session:
         self._thread = threading.current_thread()
         self._check = Check(self.iterations, self.device, not self.options.reorder, self.paused)
         self._check_due = False
-        self._local.tape = CheckedTape(self._check, self._local.tape)
+        self._local.planned = CheckedTape(self._check, self._local.planned)
 
     def _stop_comparison(self) -> None:
         """Tell what the comparison with plain PyTorch found; where that is a difference, training is left to plain PyTorch."""
         check, self._check = self._check, None
         if check is None:
             return
-        if isinstance(self._local.tape, CheckedTape):
-            trusted = self._local.tape.trusted
-            self._local.tape = Tape(self.options.reorder)
-            self._local.tape.trusted = trusted
+        if isinstance(self._local.planned, CheckedTape):
+            self._local.planned = self._local.planned.plain()
         self.comparison = check.close()
         self.on_event("compared a step with plain PyTorch")
         if not self.comparison.equal:
@@ -756,14 +893,9 @@ class Session:
             part
             for m in self.models()
             for p in m.parameters()
-            if p.grad is not None
+            if p.is_leaf and p.grad is not None
             for part in compat.parts_of(p.grad)
         ]
-
-    def _online_tape(self, known: set[int]) -> OnlineTape:
-        tape = OnlineTape(known)
-        tape.gathered = Gathered(self._sharded)
-        return tape
 
     def _find_sharded(self) -> None:
         """A model may have been sharded after it was taken in."""
@@ -776,16 +908,30 @@ class Session:
                     self._sharded.append(entry.module)
 
     def _give_up(self, why: str, error: TorchEchoError) -> None:
-        self.phase = Phase.OFF
-        self.installed = None
-        for entry in entries.values():
-            if entry is not None and entry.owner is self:
-                entry.tables = None
+        """Leave training to plain PyTorch from here on."""
+        self._use(None)
+        self._off = True
         if self.options.strict:
             self._failure = error
             return
         self._note("training step", why)
         warnings.warn(f"torch-echo leaves training to plain PyTorch: {why}", stacklevel=4)
+
+    def _failed(self, kind: StepKind, why: str, error: CaptureError | None = None) -> None:
+        """A recording has come to nothing; after some, the kind is left to plain PyTorch."""
+        self.ranks.give_up(self._recordings)
+        kind.failures += 1
+        kind.due = False
+        if kind.failures < FAILED_RECORDS and not (self.options.strict and error is not None):
+            return
+        if kind.plan is None:
+            kind.phase = Phase.OFF
+        if error is not None and self.options.strict:
+            self._off, self._failure = True, error
+            return
+        self._note("training step", why)
+        if error is not None:
+            warnings.warn(f"torch-echo leaves training to plain PyTorch: {why}", stacklevel=4)
 
     # --- engine and optimizer ----------------------------------------------------------------------------------------
 
@@ -794,9 +940,15 @@ class Session:
         local = self._local
         if not local.depth:
             self._close_script()
-            local.tape.forget()
-            if not self._elsewhere():
-                self._backward_seen = True
+            if self._watch_all and not self.iterations and not self.unhandled:
+                self._note("backward", "no module was called in training mode before it", once=True)
+            elif not self._elsewhere() and self._running:
+                self._passes += 1
+                self._segments.append(len(self._calls))
+            if self._kind is not None and self._passes < self._kind.passes:
+                local.tape.prune()
+            else:
+                local.tape.forget()
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("backward", keep_graph)
         return self.lift()
@@ -813,18 +965,27 @@ class Session:
             self._check.backward_done()
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("done")
-        elif self.phase is Phase.WAIT and self._calls:
-            calls = tuple(self._calls)
+        elif self._in_force is None and self._recorder is None and self._segments and not self._off:
+            calls = tuple(self._calls[self._segments[-2] if len(self._segments) > 1 else 0 :])
             taken = self._clock() - self._begun
-            self._plain_seconds[calls] = min(taken, self._plain_seconds.get(calls, math.inf))
+            if calls:
+                self._plain_seconds[calls] = min(taken, self._plain_seconds.pop(calls, math.inf))
+            while len(self._plain_seconds) > TIMED:
+                del self._plain_seconds[next(iter(self._plain_seconds))]
         self.lower(state)
+
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        for tape in (self._local.planned, self._local.online):
+            if tape is not None:
+                tape.spare(p for group in optimizer.param_groups for p in group["params"])
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
         self._optimizers.add(optimizer)
         if not self._local.depth:
             self._close_script()
-        if self._backward_seen and not self._elsewhere():
+        if self._running and not self._elsewhere() and self._over(begins=False):
             self._finish_iteration()
 
     def _close_script(self) -> None:
