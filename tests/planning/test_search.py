@@ -113,7 +113,7 @@ class TestEffort:
     @pytest.mark.parametrize(("ops", "most"), [(100, 600), (5_000, 300), (100_000, 60), (1_000_000, 60)])
     def test_fewer_candidates_for_larger_graphs(self, ops: int, most: int) -> None:
         e = Effort.for_size(ops)
-        assert e.sweep + e.segments + e.moments + e.order + e.classes <= most
+        assert 2 * e.sweep + e.segments + e.moments + e.order + e.moves <= most
 
     def test_fifty_thousand_forward_ops(self) -> None:
         graph = transformer(4600)

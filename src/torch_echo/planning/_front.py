@@ -24,6 +24,9 @@ class Point:
     """Values that are rebuilt together, ahead of others that are made from them: see :mod:`torch_echo.nested`."""
 
 
+Between = Callable[[list[Point], int], list[Point]]
+
+
 class Front:
     """Plans for one graph by ascending peak and descending time. The plan that drops nothing is always the last one.
 
@@ -38,7 +41,7 @@ class Front:
         self.candidates = 1
         """How many plans were replayed."""
         self._ends: list[Point] = []
-        self._between: Callable[[Point, Point], list[Point]] | None = None
+        self._between: Between | None = None
         self._found: dict[int, list[Point]] = {}
 
     @property
@@ -51,9 +54,10 @@ class Front:
         """The plan with the least peak."""
         return self._ends[0] if self._ends else self.points[0]
 
-    def refine_by(self, between: Callable[[Point, Point], list[Point]]) -> None:
-        """From now on no points are added, but those between two neighbours when they are asked for: `between` gives them, the
-        smaller of the two, or one of the same peak, first, without the larger."""
+    def refine_by(self, between: Between) -> None:
+        """From now on no points are added, but those between two neighbours when they are asked for: `between` is given all points
+        that there are now, and the position of the smaller of the two; it gives that one, or one of the same peak, and those
+        between it and the next."""
         self._ends, self._between = list(self.points), between
 
     def add(self, point: Point) -> bool:
@@ -105,8 +109,7 @@ class Front:
         if not self._between or at == len(self._ends) - 1:
             return (self._ends or self.points)[at : at + 1]
         if at not in self._found:
-            small, large = self._ends[at : at + 2]
-            self._found[at] = self._between(small, large)
+            self._found[at] = self._between(self._ends, at)
             self.points = [p for i, end in enumerate(self._ends) for p in self._found.get(i, [end])]
         return self._found[at]
 

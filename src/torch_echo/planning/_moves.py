@@ -98,19 +98,19 @@ class Moves:
         return masks
 
     @staticmethod
-    def together(start: Mask, moves: Sequence[Move], saved: FloatArray, more: IntArray, room: int) -> list[Mask]:
-        """Moves made one after the other, for the seconds that each `saved` by itself and the bytes `more` at the peak: those that
-        save time within `room` bytes, and those that save bytes, each way by what they give for what they take."""
+    def ranked(saved: FloatArray, more: IntArray, room: int) -> tuple[IntArray, IntArray]:
+        """Of moves that by themselves save so many seconds, and take so many bytes more at the peak: those that save time within `room`
+        bytes, and those that save bytes, each by what they give for what they take."""
         back = np.flatnonzero((saved > 0) & (more <= room))
         back = back[np.argsort(-saved[back] / (np.maximum(more[back], 0) + 1e-3 * room), kind="stable")][:_KEPT]
         away = np.flatnonzero((saved <= 0) & (more < 0))
         away = away[np.argsort(more[away] / (1e-12 - saved[away]), kind="stable")][:_DROPPED]
-        masks = []
-        for chosen in (back, away):
-            mask = start
-            for i in chosen.tolist():
-                values, dropped = moves[i]
-                mask = mask.copy()
-                mask[values] = dropped
-                masks.append(mask)
+        return back, away
+
+    @staticmethod
+    def cumulated(start: Mask, moves: Sequence[Move]) -> Mask:
+        """Moves made one after the other: a row for the first, one for the first two, and so on."""
+        masks = np.repeat(start[None], len(moves), axis=0)
+        for i, (values, dropped) in enumerate(moves):
+            masks[i:, values] = dropped
         return masks

@@ -57,14 +57,15 @@ _NO_CLOSER = 2e-3
 """Neighbours in a sweep, as a share of all charged bytes and seconds."""
 _STALE = 2
 """Rounds without a new plan after which prices at moments are given up."""
+_STRETCHES = (32, 12, 4, 64, 24, 8)
 _PAIRS = 4
 """Gaps of the front that are filled at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How many cuts (sweep, segments, moments) or replays (order, moves) each part of the search may spend; and from how many plans
-    moves are made where a gap is searched once more."""
+    """How many cuts (sweep, segments, moments) or replays (order, moves) each part of the search may spend; and where a gap is
+    searched once more, from how many plans below it, above it, and in it."""
 
     sweep: int
     segments: int
@@ -83,8 +84,8 @@ class Effort:
             segments=max(4, total // 20),
             moments=max(4, total // 8),
             order=max(16, total // 2),
-            moves=total // 2 if small else 0,
-            gap=4 if small else 0,
+            moves=total // 4 if small else 0,
+            gap=3 if small else 0,
         )
 
 
@@ -299,11 +300,9 @@ class Search:
 
     def segments(self) -> None:
         """Stretches that are rebuilt one at a time."""
-        counts = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
-        if self.effort.segments <= 10:
-            counts = [3, 6, 12, 24, 48]
-        starts = self._spread(self._swept, 2 if self.effort.segments <= 10 else 4)[::-1]
-        ways = [(one, k, window) for one in starts for k in counts for window in (0.1, 0.4)][: self.effort.segments]
+        starts = self._spread(self._swept, 4)[::-1]
+        ways = [(one, k, window) for k in _STRETCHES for one in starts for window in (0.1, 0.4)]
+        ways = [way for way in ways if 2 * way[1] <= self.prices.places(way[0].mask)][: self.effort.segments]
         masks = [self.cut.solve(self.prices.waists(one.rate, one.mask, k, window)) for one, k, window in ways]
         if masks:
             self.judge(np.array(masks), "segments")
@@ -366,21 +365,27 @@ class Search:
             done.add(small.dropped)
             self._move(small, large.peak - 1 - small.peak)
 
-    def _move(self, point: Point, room: int, front: Front | None = None) -> None:
-        """Moves from a point; those that take up to `room` bytes more are made together."""
+    def _move(self, point: Point, room: int, front: Front | None = None, drop: bool | None = None) -> None:
+        """Moves from a point; those that take up to `room` bytes more are made together. `drop`: only those that drop, or keep."""
+        if point.groups:
+            return
         if self._moves is None:
             self._moves = Moves(self.prices, self.batch.made, self.fixed_seconds is not None)
         start = self._masks[point.dropped]
         _, peak, tick, seconds = self._seen[self._keys(start[None])[0]]
         moves, singles = self._moves.around(start, tick)
+        if drop is not None:
+            singles = sum(dropped == drop for _, dropped in moves[:singles])
+            moves = [move for move in moves if move[1] == drop]
         tried = self._judge_legal(self._moves.changed(start, moves), "moves", front)
         if tried is None:
             return
         judged, legal = tried
         single = np.flatnonzero(legal[:singles])
         saved, more = seconds - judged.seconds[: len(single)], judged.peaks[: len(single)] - peak
-        together = self._moves.together(start, [moves[i] for i in single], saved, more, max(1, room))
-        self._judge_legal(together, "moves together", front)
+        back, away = self._moves.ranked(saved, more, max(1, room))
+        for ranked in (back, away):
+            self._judge_legal(self._moves.cumulated(start, [moves[single[i]] for i in ranked]), "moves together", front)
 
     def values(self) -> None:
         """For graphs of a few values: up to two or three values at a time."""
@@ -404,20 +409,23 @@ class Search:
 
     # -- 7 -----------------------------------------------------------------------------------------------------------
 
-    def between(self, small: Point, large: Point) -> list[Point]:
-        """More points between two of the front: see :meth:`Front.refine_by`. Moves from both ends, then from where it is widest."""
-        gap = Gap(small, large)
+    def between(self, points: list[Point], at: int) -> list[Point]:
+        """More points between two neighbours: see :meth:`Front.refine_by`. Moves that keep more from those below and drop more from those
+        above, then both from where it is widest."""
+        most = points[at + 1].peak - 1
+        gap = Gap(points[at], points[at + 1])
         done: set[frozenset[int]] = set()
-        for point in (large, small):
-            if not point.groups:
-                done.add(point.dropped)
-                self._move(point, large.peak - 1 - point.peak, gap)
-        for _ in range(self.effort.gap - 2):
-            pairs = [p for p in pairwise(gap.points) if p[0].dropped not in done and not p[0].groups]
+        for i in range(self.effort.gap):
+            if at >= i:
+                self._move(points[at - i], most - points[at - i].peak, gap, drop=False)
+            if at + 1 + i < len(points):
+                self._move(points[at + 1 + i], 1, gap, drop=True)
+        for _ in range(self.effort.gap):
+            pairs = [p for p in pairwise(gap.points) if p[0].dropped not in done]
             if not pairs:
                 break
             point = max(pairs, key=lambda pair: pair[1].peak - pair[0].peak)[0]
             done.add(point.dropped)
-            self._move(point, large.peak - 1 - point.peak, gap)
+            self._move(point, most - point.peak, gap)
         self.front.candidates = self.replays
         return gap.points[:-1]
