@@ -7,7 +7,7 @@ Method. From one plan: single values the other way round (what is dearest to re-
 time, where the peak stands, among what is kept), classes of ops as a whole or by halves, the cheapest few together. Then those that
 were worth it together, best first: 1, 2, 3, … of them.
 
-Cost. Two batches of replays, of about a hundred plans and of at most 72.
+Cost. Replays, in batches: of about a hundred plans, then of at most 48 and 24.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Moves:
 
     @staticmethod
     def ranked(saved: FloatArray, more: IntArray, room: int) -> tuple[IntArray, IntArray]:
-        """Of moves that by themselves save so many seconds, and take so many bytes more at the peak: those that save time within `room`
-        bytes, and those that save bytes, each by what they give for what they take."""
+        """Of moves that by themselves save so many seconds, and take so many bytes more at the peak: those that save time within
+        `room` bytes, and those that save bytes, each by what they give for what they take."""
         back = np.flatnonzero((saved > 0) & (more <= room))
         back = back[np.argsort(-saved[back] / (np.maximum(more[back], 0) + 1e-3 * room), kind="stable")][:_KEPT]
         away = np.flatnonzero((saved <= 0) & (more < 0))

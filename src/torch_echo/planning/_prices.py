@@ -86,7 +86,8 @@ class Prices:
 
     def _kept(self, mask: Mask) -> IntArray:
         values = self.cut.values
-        return values[~mask[values] & (self.nbytes[values] > 0) & self.cut.rebuildable[values]]
+        kept: IntArray = values[~mask[values] & (self.nbytes[values] > 0) & self.cut.rebuildable[values]]
+        return kept
 
     def charged(self, tick: int) -> Mask:
         """Values that are alive at `tick` if kept, and not if dropped."""

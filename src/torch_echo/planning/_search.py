@@ -410,8 +410,8 @@ class Search:
     # -- 7 -----------------------------------------------------------------------------------------------------------
 
     def between(self, points: list[Point], at: int) -> list[Point]:
-        """More points between two neighbours: see :meth:`Front.refine_by`. Moves that keep more from those below and drop more from those
-        above, then both from where it is widest."""
+        """More points between two neighbours: see :meth:`Front.refine_by`. Moves that keep more from those below, and drop more
+        from those above; then both from where it is widest."""
         most = points[at + 1].peak - 1
         gap = Gap(points[at], points[at + 1])
         done: set[frozenset[int]] = set()
