@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from benchmarks.planner.judge import Judge, Verdict
 from benchmarks.planner.models import make
 from torch_echo import compat
-from torch_echo.compile import Capture, capture, tag
+from torch_echo.compile import Capture, capture, merge, tag
 from torch_echo.cost import CostCache, Workspaces, device_key, get_cost_model
 from torch_echo.footprint import replay
 from torch_echo.planning import Point, front
@@ -102,6 +102,7 @@ class _Sweeper:
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint.graph.eliminate_dead_code()
+        merge(joint)
         outputs = kwargs["num_fwd_outputs"]
         cache = CostCache(device_key(CPU))
         cost = get_cost_model("measured", CPU, cache)
