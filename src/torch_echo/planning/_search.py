@@ -53,7 +53,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_NO_CLOSER = 2e-3
+_NO_CLOSER = 1e-2
 """Neighbours in a sweep, as a share of all charged bytes and seconds."""
 _STALE = 2
 """Rounds without a new plan after which prices at moments are given up."""
@@ -81,7 +81,7 @@ class Effort:
         small = ops <= 20_000
         return cls(
             sweep=max(8, total // 12),
-            segments=max(4, total // 20),
+            segments=max(4, total // 40),
             moments=max(4, total // 8),
             order=max(16, total // 2),
             moves=total // 4 if small else 0,
@@ -384,8 +384,8 @@ class Search:
         single = np.flatnonzero(legal[:singles])
         saved, more = seconds - judged.seconds[: len(single)], judged.peaks[: len(single)] - peak
         back, away = self._moves.ranked(saved, more, max(1, room))
-        for ranked in (back, away):
-            self._judge_legal(self._moves.cumulated(start, [moves[single[i]] for i in ranked]), "moves together", front)
+        together = [self._moves.cumulated(start, [moves[single[i]] for i in ranked]) for ranked in (back, away)]
+        self._judge_legal(np.concatenate(together), "moves together", front)
 
     def values(self) -> None:
         """For graphs of a few values: up to two or three values at a time."""
