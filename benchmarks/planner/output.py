@@ -21,18 +21,28 @@ def show(sweep: Sweep) -> None:
     """Print one model's table and figures."""
     title = f"{sweep.model}: {sweep.ops:,} ops, step {sweep.step_seconds:.2f} s, peak {sweep.eager_peak / MIB:.1f} MiB"
     table = Table(title=title)
-    for column in ("budget", "PyTorch, MiB", "extra", "planned in", "torch-echo, MiB", "judged", "extra", "less by"):
+    for column in (
+        "budget",
+        "PyTorch, MiB",
+        "extra",
+        "planned in",
+        "torch-echo, MiB",
+        "judged",
+        "extra",
+        "in",
+        "less by",
+    ):
         table.add_column(column, justify="right")
     front = sweep.on_their_front()
     for r in sweep.rows:
         table.add_row(
             f"{r.budget:g}{'' if r in front else ' (peak rises)'}", f"{r.torch_peak / MIB:.1f}",
             f"{r.torch_seconds / sweep.step_seconds:.2%}", f"{r.torch_planning:.1f} s", f"{r.echo_peak / MIB:.1f}",
-            f"{r.echo_judged / MIB:.1f}", f"{r.echo_seconds / sweep.step_seconds:.2%}", f"{r.gain:.1%}",
+            f"{r.echo_judged / MIB:.1f}", f"{r.echo_seconds / sweep.step_seconds:.2%}", f"{r.echo_planning:.3f} s", f"{r.gain:.1%}",
         )  # fmt: skip
     console = Console(width=120)
     console.print(table)
-    console.print(f"capture {sweep.capture_seconds:.2f} s, search {sweep.search_seconds:.2f} s for all budgets")
+    console.print(f"capture {sweep.capture_seconds:.2f} s")
     for name, value in sweep.summary().items():
         console.print(f"  {name}: {value:.3f}")
 

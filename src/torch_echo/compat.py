@@ -711,6 +711,11 @@ def is_forward_node(node: fx.Node) -> bool:
     return bool(node.meta.get("partitioner_tag") == "is_forward")
 
 
+def must_be_in_forward(node: fx.Node) -> bool:
+    """Does the node run in forward wherever it stands? It copies what an input is to contain afterwards."""
+    return bool(node.meta.get("partitioner_tag") == "must_be_in_forward")
+
+
 def boundary(nodes: list[fx.Node]) -> int:
     """Position from which on the nodes of a joint graph are backward's."""
     return 1 + max((i for i, node in enumerate(nodes) if is_forward_node(node)), default=-1)

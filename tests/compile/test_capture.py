@@ -55,6 +55,47 @@ def test_what_is_older_and_what_outlives_the_step() -> None:
     assert gradients == sorted(p.nbytes for p in model.parameters())
 
 
+def test_what_overwrites_a_buffer_runs_when_forward_ends() -> None:
+    """It stands at the end of the joint graph; what it copies is not there until then."""
+    graph = captured(Net(), torch.randn(2, 2, 8, 8))
+    begin = graph.passes[0].start
+    counter = next(
+        i for i, v in enumerate(graph.values) if v.producer >= 0 and graph.ops[v.producer].name == "aten::add"
+    )
+    assert graph.nbytes(counter) == 8
+    assert graph.storages[graph.values[counter].storage].free < begin
+    assert counter not in {save.value for save in graph.saves}
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            mask = torch.ones(32, 32).triu(1) > 0
+            x = x + F.dropout(layer(x).masked_fill(mask, 0.0)) + F.dropout(x)
+        return x.square().sum()
+
+
+def test_equal_ops_are_one_but_draws_are_not() -> None:
+    names = [op.name for op in captured(Masked(), torch.randn(32, 32)).ops if op.phase is Phase.FORWARD]
+    assert [names.count(f"aten::{name}") for name in ("ones", "triu", "gt")] == [1, 1, 1]
+    assert names.count("aten::native_dropout") == 6
+
+
+def test_gradients_where_equal_ops_are_one() -> None:
+    gradients = []
+    for backend in ("aot_eager", echo_eager):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Masked()
+        torch.compile(model, backend=backend)(torch.randn(32, 32)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def test_workspace_is_part_of_the_graph() -> None:
     graph = captured(Net(), torch.randn(2, 2, 64, 64))
     backward = next(op for op in graph.ops if op.name == "aten::convolution_backward")

@@ -170,12 +170,19 @@ class _Walk:
         start, end = 2 * i, 2 * i + 1
         layer = compat.layer_of(node)
         forward = i < self.boundary
-        reads = self._reads(node, end, forward)
-        tensors = list(tensors_of(node.meta.get("val")))
         for written in compat.written_nodes(node):
             if written.op != "placeholder":
                 raise CaptureError(f"{node.name} overwrites {written.name}: the joint graph is not functional")
             self.overwritten.add(written)
+        if not forward and compat.must_be_in_forward(
+            node
+        ):  # it stands at the end of the graph, and runs when forward ends
+            self.of[node] = self.of.get(compat.written_nodes(node)[0], []) if compat.written_nodes(node) else []
+            for source in node.all_input_nodes:
+                self._read_when_forward_ends(source)
+            return
+        reads = self._reads(node, end, forward)
+        tensors = list(tensors_of(node.meta.get("val")))
         made: list[int] = []
         here: list[int] = []
         viewed = self._viewed(node)
@@ -280,6 +287,12 @@ class _Walk:
                     reads[self.values[s]] = None
         return list(reads)
 
+    def _read_when_forward_ends(self, node: fx.Node) -> None:
+        last = 2 * self.boundary - 1
+        for s in self.of.get(node, ()):
+            self.last_read[s] = max(self.last_read.get(s, -1), last)
+            self.last_forward[s] = last
+
     # --- lives -----------------------------------------------------------------------------------------------------------
 
     def _lifetimes(self) -> None:
@@ -289,13 +302,10 @@ class _Walk:
             [None] * len(self.returned) if self.found.region else compat.mutated_inputs(self.nodes[-1].graph)
         )
         for node, mutated in zip(self.returned, mutated_inputs, strict=False):
-            for s in self.of.get(node, ()):
-                if mutated is None:
-                    outlive.add(s)
-                else:  # copied into the input when forward ends
-                    self.last_read[s] = max(self.last_read.get(s, -1), 2 * self.boundary - 1)
-                    self.last_forward[s] = 2 * self.boundary - 1
-            if mutated is not None:
+            if mutated is None:
+                outlive.update(self.of.get(node, ()))
+            else:  # copied into the input when forward ends
+                self._read_when_forward_ends(node)
                 self.overwritten.add(mutated)
         for node in self.gradients:
             outlive.update(self.of.get(node, ()))

@@ -21,6 +21,7 @@ from torch_echo.compile._capture import Capture, capture, is_alias
 from torch_echo.compile._clone import clone
 from torch_echo.compile._fusion import FusedCost
 from torch_echo.compile._head import find, split
+from torch_echo.compile._merge import merge
 from torch_echo.compile._share import Shared
 from torch_echo.cost import AnalyticCost, CostCache, CostModel, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
@@ -63,6 +64,7 @@ class Partitioner:
         try:
             _read_inputs(joint)
             joint.graph.eliminate_dead_code()
+            merge(joint)
             device = _device_of(joint)
             cache = CostCache(device_key(device))
             cost = get_cost_model(self.options.cost, device, cache)

@@ -13,7 +13,7 @@ being on the sink side means yes.
 - V(u) -> A(o), infinite, for each read u of o: re-running o needs u.
 - V(v) -> sink, infinite, for each v that backward reads.
 
-A value of price 0 that can be kept is available for nothing and has no node; parameters and inputs are such. The
+A value of price 0 that can be kept, as parameters and inputs are, is available for nothing. The
 minimum cut is the cheapest choice; among equally cheap ones, the one that re-runs least (the smallest sink side) is
 returned.
 
@@ -43,6 +43,7 @@ FloatArray = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 _LARGEST = 2**60
+_INFINITE = 2**61
 _FINEST = 1e10
 """Seconds are rounded to 1e-10; coarser only where the sum of all capacities would not fit."""
 
@@ -85,15 +86,48 @@ class MinCut:
         """Ops that may be worth re-running, in order."""
         self.values = np.flatnonzero(np.array(wanted, bool) & ~self.lost)
         """Values that backward may need, in order."""
-        self._op_node = np.full(n_ops, -1, np.int64)
-        self._op_node[self.ops] = 2 + np.arange(len(self.ops))
-        self._value_node = np.full(n_values, -1, np.int64)
-        self._value_node[self.values] = 2 + len(self.ops) + np.arange(len(self.values))
-        reads, owner = replayer.reads_of(self.ops)
-        self._reads, self._readers = reads, self.ops[owner]
-        producer = replayer.v_producer[self.values]
-        self._made_by = np.where((producer >= 0) & self.rebuildable[self.values], producer, -1)
-        self._saved = self.values[replayer.v_saved[self.values] > 0]
+        self._arcs()
+        self._index_closure()
+
+    def _index_closure(self) -> None:
+        """What is dropped together, and which reads of an op must be rebuilt with its outputs because they can't be kept."""
+        replayer = self.replayer
+        every = np.arange(replayer.n_values)
+        needs, group = replayer.v_needs, replayer.v_group
+        odd = np.flatnonzero((needs != every) | (group != every) | np.isin(every, needs[needs != every]))
+        odd = odd[np.argsort(needs[odd], kind="stable")]
+        self._needing = odd
+        of_group, self._needing_at = np.unique(needs[odd], return_index=True)
+        self._grouped = np.flatnonzero(np.isin(group, of_group)) if len(odd) else odd
+        self._group_of = np.searchsorted(of_group, group[self._grouped])
+        made = np.flatnonzero(self.rebuildable)
+        reads, owner = replayer.reads_of(replayer.v_producer[made])
+        lost = ~self.keepable[reads]
+        reads, made = reads[lost], made[owner[lost]]
+        order = np.argsort(reads, kind="stable")
+        self._made_from = made[order]
+        self._must, self._must_at = np.unique(reads[order], return_index=True)
+
+    def _arcs(self) -> None:
+        """The network: only capacities change from price to price."""
+        replayer, ops, values = self.replayer, self.ops, self.values
+        op_node = np.zeros(replayer.n_ops, np.int64)
+        op_node[ops] = 2 + np.arange(len(ops))
+        node = np.full(replayer.n_values, -1, np.int64)
+        node[values] = 2 + len(ops) + np.arange(len(values))
+        reads, owner = replayer.reads_of(ops)
+        linked = node[reads] >= 0
+        made_by = replayer.v_producer[values]
+        self._rebuilt_by = np.where((made_by >= 0) & self.rebuildable[values], op_node[made_by], 0)
+        """Node of the op that a value is rebuilt by; the source's if none."""
+        saved = values[replayer.v_saved[values] > 0]
+        tails = [np.zeros(len(ops), np.int64), self._rebuilt_by, node[reads[linked]], node[saved]]
+        heads = [op_node[ops], node[values], op_node[ops[owner[linked]]], np.ones(len(saved), np.int64)]
+        self._worthless = not len(ops) or not len(saved)
+        self._flow = max_flow.SimpleMaxFlow()
+        limits = np.full(sum(len(t) for t in tails), _INFINITE)
+        self._flow.add_arcs_with_capacity(np.concatenate(tails), np.concatenate(heads), limits)
+        self._priced = np.arange(len(ops) + len(values), dtype=np.int32)
 
     def _by_producer(self, of_op: list[bool]) -> list[bool]:
         return [p >= 0 and of_op[p] for p in self.replayer.producer_list]
@@ -104,42 +138,28 @@ class MinCut:
         `price`: seconds charged for keeping each value. `op_price`: seconds charged for re-running each op, beyond its
         own.
         """
+        dropped = np.zeros(self.replayer.n_values, bool)
+        if self._worthless:
+            return dropped
         cost = self.replayer.op_cost if op_price is None else self.replayer.op_cost + op_price
-        free = self.keepable & (price <= 0)
-        at = ~free[self.values]
-        values, made_by = self.values[at], self._made_by[at]
-        saved = self._saved[~free[self._saved]]
-        link = ~free[self._reads] & (self._value_node[self._reads] >= 0)
-        kept_price = np.where(self.keepable[values], price[values], 0.0)
-
+        values, keepable = self.values, self.keepable[self.values]
+        kept_price = np.where(keepable, np.maximum(price[values], 0.0), 0.0)
         scale = min(_FINEST, _LARGEST / max(1e-30, float(cost[self.ops].sum() + kept_price.sum())))
         cost_units = np.maximum(1, np.rint(cost[self.ops] * scale)).astype(np.int64)
-        price_units = np.maximum(1, np.rint(kept_price * scale)).astype(np.int64)
-        infinite = int(cost_units.sum() + price_units.sum()) + 1
-        price_units[~self.keepable[values]] = infinite
+        free = kept_price <= 0
+        price_units = np.where(free, 0, np.maximum(1, np.rint(kept_price * scale))).astype(np.int64)
+        price_units[~keepable] = _INFINITE
 
-        node = self._value_node
-        own = np.where(made_by >= 0, self._op_node[made_by], 0)
-        tails = [np.zeros(len(self.ops), np.int64), own, node[self._reads[link]], node[saved]]
-        heads = [
-            self._op_node[self.ops], node[values], self._op_node[self._readers[link]], np.ones(len(saved), np.int64)
-        ]  # fmt: skip
-        units = [
-            cost_units, price_units, np.full(int(link.sum()), infinite), np.full(len(saved), infinite)
-        ]  # fmt: skip
-        flow = max_flow.SimpleMaxFlow()
-        flow.add_arcs_with_capacity(np.concatenate(tails), np.concatenate(heads), np.concatenate(units))
-        dropped = np.zeros(self.replayer.n_values, bool)
-        if not len(saved) or not len(self.ops):
-            return dropped
-        status = flow.solve(0, 1)
-        if status != flow.OPTIMAL:
+        self._flow.set_arcs_capacity(self._priced, np.concatenate([cost_units, price_units]))
+        status = self._flow.solve(0, 1)
+        if status != self._flow.OPTIMAL:
             raise RuntimeError(f"minimum cut of {len(self.ops)} ops and {len(values)} values failed: {status}")
-        rebuilt = np.zeros(2 + len(self.ops) + len(self.values), bool)
-        rebuilt[flow.get_sink_side_min_cut()] = True
-        both = rebuilt[node[values]] & (made_by >= 0) & rebuilt[own]
+        rebuilt = np.zeros(2 + len(self.ops) + len(values), bool)
+        rebuilt[self._flow.get_sink_side_min_cut()] = True
+        rebuilt[0] = False
+        both = rebuilt[2 + len(self.ops) :] & rebuilt[self._rebuilt_by] & ~(free & keepable)
         dropped[values[both]] = True
-        return self.prune(self.together(dropped))
+        return self.prune(self.together(dropped)) if len(self._needing) else dropped
 
     def together(self, mask: Mask) -> Mask:
         """`mask` with the groups that its values are dropped together with."""
@@ -156,15 +176,23 @@ class MinCut:
     def complete(self, mask: Mask) -> Mask | None:
         """The smallest legal plan that drops `mask`: reads that cannot be kept are rebuilt too. None if there is
         none."""
-        mask = self.together(mask)
-        todo = np.flatnonzero(mask)
-        while len(todo):
-            if not self.rebuildable[todo].all():
-                return None
-            reads, _ = self.replayer.reads_of(np.unique(self.replayer.v_producer[todo]))
-            todo = np.unique(reads[~self.keepable[reads] & ~mask[reads]])
-            mask[todo] = True
-        return self.prune(mask)
+        masks, legal = self.complete_all(mask[None])
+        return self.prune(masks[0]) if legal[0] else None
+
+    def complete_all(self, masks: Mask) -> tuple[Mask, Mask]:
+        """For each row of `masks`, the smallest legal plan that drops it, and whether there is one. What nothing in backward waits
+        for is still in it."""
+        masks = masks.copy()
+        size = -1
+        while size != (size := int(np.count_nonzero(masks))):
+            if len(self._needing):
+                some = np.logical_or.reduceat(masks[:, self._needing], self._needing_at, axis=1)
+                masks[:, self._grouped] |= some[:, self._group_of]
+            if len(self._must):
+                masks[:, self._must] |= np.logical_or.reduceat(masks[:, self._made_from], self._must_at, axis=1)
+            if not len(self._must):
+                break
+        return masks, ~(masks & ~self.rebuildable).any(axis=1)
 
     def cost(self, mask: Mask, price: FloatArray, op_price: FloatArray | None = None) -> float:
         """Seconds of the choice `mask` at the given prices: re-runs, and every value that must be kept for them."""

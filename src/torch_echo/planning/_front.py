@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Front", "Point"]
+__all__ = ["Front", "Gap", "Point"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,25 @@ class Point:
     """Values that are rebuilt together, ahead of others that are made from them: see :mod:`torch_echo.nested`."""
 
 
+Between = Callable[[list[Point], int], list[Point]]
+
+
 class Front:
     """Plans for one graph by ascending peak and descending time. The plan that drops nothing is always the last one.
 
-    A budget only picks from the points, so a smaller budget never gives a larger peak.
+    A budget only picks from the points, so a smaller budget never gives a larger peak. Nor does it with :meth:`refine_by`: then the
+    gap between two points that a budget or a time falls into is searched once more, and what is found there is neither smaller
+    than its smaller end nor faster than its faster one. So it is as if all gaps had been.
     """
 
     def __init__(self, baseline: Point) -> None:
         self.points: list[Point] = [baseline]
+        """Those known so far."""
         self.candidates = 1
         """How many plans were replayed."""
+        self._ends: list[Point] = []
+        self._between: Between | None = None
+        self._found: dict[int, list[Point]] = {}
 
     @property
     def baseline(self) -> Point:
@@ -42,7 +52,13 @@ class Front:
     @property
     def least(self) -> Point:
         """The plan with the least peak."""
-        return self.points[0]
+        return self._ends[0] if self._ends else self.points[0]
+
+    def refine_by(self, between: Between) -> None:
+        """From now on no points are added, but those between two neighbours when they are asked for: `between` is given all points
+        that there are now, and the position of the smaller of the two; it gives that one, or one of the same peak, and those
+        between it and the next."""
+        self._ends, self._between = list(self.points), between
 
     def add(self, point: Point) -> bool:
         """Take a point in, and those out that it beats; False if it is no better than one that is there."""
@@ -73,14 +89,43 @@ class Front:
 
     def for_budget(self, budget: int) -> Point | None:
         """The fastest plan whose peak fits into `budget` bytes; None if none does (then ``least`` is the nearest)."""
-        at = bisect_right(self.points, budget, key=lambda p: p.peak)
-        return self.points[at - 1] if at else None
+        points = self._ends or self.points
+        at = bisect_right(points, budget, key=lambda p: p.peak) - 1
+        if at < 0:
+            return None
+        return next(p for p in reversed(self._gap(at)) if p.peak <= budget)
 
     def for_overhead(self, seconds: float) -> Point:
         """The smallest plan that adds at most `seconds`; the fastest among those within 0.1% of its peak."""
-        least = next((p for p in self.points if p.extra_seconds <= seconds), self.baseline)
-        near = [p for p in self.points if least.peak <= p.peak <= least.peak * 1.001 and p.extra_seconds <= seconds]
+        points = self._ends or self.points
+        at = next((i for i, p in enumerate(points) if p.extra_seconds <= seconds), len(points) - 1)
+        points = [*self._gap(max(0, at - 1)), *points[max(1, at) :]]
+        least = next((p for p in points if p.extra_seconds <= seconds), self.baseline)
+        near = [p for p in points if least.peak <= p.peak <= least.peak * 1.001 and p.extra_seconds <= seconds]
         return near[-1] if near else least
+
+    def _gap(self, at: int) -> list[Point]:
+        """The points from one of those that were there first, up to the next."""
+        if not self._between or at == len(self._ends) - 1:
+            return (self._ends or self.points)[at : at + 1]
+        if at not in self._found:
+            self._found[at] = self._between(self._ends, at)
+            self.points = [p for i, end in enumerate(self._ends) for p in self._found.get(i, [end])]
+        return self._found[at]
+
+
+class Gap(Front):
+    """What is found between two points of a front."""
+
+    def __init__(self, small: Point, large: Point) -> None:
+        super().__init__(large)
+        self.small = small
+        super().add(small)
+
+    def add(self, point: Point) -> bool:
+        """As for a front, but for points that are smaller than one end or faster than the other."""
+        inside = point.peak >= self.small.peak and point.extra_seconds >= self.baseline.extra_seconds
+        return inside and super().add(point)
 
 
 def _above(a: Point, b: Point, c: Point) -> bool:

@@ -72,14 +72,22 @@ class Prices:
     def waists(self, seconds_per_byte: float, mask: Mask, segments: int, window: float) -> FloatArray:
         """The uniform price, but what the plan `mask` keeps becomes dear, except in a window (a fraction of a stretch)
         at the end of each of `segments` stretches: those are rebuilt one at a time, from what is kept between them."""
-        values = self.cut.values
-        kept = values[~mask[values] & (self.nbytes[values] > 0) & self.cut.rebuildable[values]]
+        kept = self._kept(mask)
         places, rank = np.unique(self.position[kept], return_inverse=True)
         within = rank * segments / max(1, len(places)) % 1.0
         rate = np.full(len(self.nbytes), seconds_per_byte)
         rate[kept[within < 1.0 - max(window, 0.5 * segments / max(1, len(places)))]] *= 100
         result: FloatArray = self.nbytes * rate
         return result
+
+    def places(self, mask: Mask) -> int:
+        """How many ops make something that the plan `mask` keeps for a price, and need not."""
+        return len(np.unique(self.position[self._kept(mask)]))
+
+    def _kept(self, mask: Mask) -> IntArray:
+        values = self.cut.values
+        kept: IntArray = values[~mask[values] & (self.nbytes[values] > 0) & self.cut.rebuildable[values]]
+        return kept
 
     def charged(self, tick: int) -> Mask:
         """Values that are alive at `tick` if kept, and not if dropped."""
