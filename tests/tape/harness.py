@@ -144,7 +144,7 @@ class ForcedSession(Session):
             rerun=footprint.rerun,
             policy="forced",
         )
-        self._install(kind, graph, plan, recorder)
+        self._install(kind, graph, plan, recorder.nesting)
 
 
 @contextmanager
