@@ -17,7 +17,6 @@ from tests.compile.test_share import session
 from tests.tape.harness import bits
 from torch import Tensor, nn
 
-from torch_echo import compat
 from torch_echo.compile import _backends, plans
 from torch_echo.compile._backends import Compiling
 from torch_echo.errors import CaptureError
@@ -248,15 +247,15 @@ class TestLargeGraphs:
                 found.append(loss.item())
             return found
 
-        plain = losses()
+        plain, before = losses(), nn.Module.__call__
         model.zero_grad()
         model[1].norm.reset_running_stats()
         with session(max_overhead=0.5) as handed:
             assert losses() == plain
             summary = handed.summary()
-        assert len(plans) == 1
+        assert len(plans) == 1  # once: handing over the other changes nothing for it
         assert any(layer.startswith("Decoder") for layer, _, _ in summary.rebuilt)
-        assert nn.Module.__call__ is compat.module_call()
+        assert nn.Module.__call__ is before
 
     def test_several_share_one_tape(self) -> None:
         first, second = Decoder(), Decoder()
@@ -265,9 +264,10 @@ class TestLargeGraphs:
                 out = first(torch.randn(16, 40, 32)).square().mean()
                 (out + second(torch.randn(16, 40, 32)).square().mean()).backward()
             summary = handed.summary()
-        layers = [layer for layer, _, _ in summary.rebuilt]
-        assert any(layer.startswith("Decoder#2") for layer in layers)
-        assert any(layer.startswith("Decoder") and not layer.startswith("Decoder#2") for layer in layers)
+            assert handed.graph is not None
+            layers = {op.layer.split(".")[0] for op in handed.graph.ops}
+        assert {"Decoder", "Decoder#2"} <= layers
+        assert len([why for _, why, _ in summary.unhandled if "tape engine" in why]) == 1
 
     def test_an_error_with_strict(self) -> None:
         with session(strict=True), pytest.raises(CaptureError, match=r"Decoder is a graph of \d+ ops"):

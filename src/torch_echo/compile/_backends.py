@@ -74,7 +74,7 @@ def echo(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     nodes = compat.node_count(module)
     if nodes > COMPILING["echo"].limit:
         warnings.warn(
-            f"Inductor was given {COMPILING['echo'].told(nodes)} (is a loop unrolled?); the backend \"echo_eager\" takes a sixth "
+            f'Inductor was given {COMPILING["echo"].told(nodes)} (is a loop unrolled?); the backend "echo_eager" takes a sixth '
             "of that, torch_echo.apply compiles nothing",
             stacklevel=2,
         )

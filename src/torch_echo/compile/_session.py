@@ -73,6 +73,8 @@ class CompileSession:
         """Roots that a graph too large to compile was met in, in the call under way."""
         self._tape: Session | None = None
         """Of the roots that were handed to it."""
+        self._inner = compat.module_call()
+        """What a module's call is beneath ours."""
         self._local = _Local()
         self._undo: list[Callable[[], None]] = []
 
@@ -85,12 +87,12 @@ class CompileSession:
 
     def watch_all(self) -> None:
         """Take in every module that is called for training outside of any other."""
-        original = compat.module_call()
+        original = self._inner = compat.module_call()
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return original(module, *args, **kwargs)
-            return self._call(original, module, args, kwargs)
+            return self._call(self._inner, module, args, kwargs)
 
         compat.set_module_call(call)
         self._undo.append(lambda: compat.set_module_call(original))
@@ -160,7 +162,9 @@ class CompileSession:
         known = weakref.ref(module)  # the key of a dictionary whose value holds the backend
 
         def told(nodes: int) -> None:
-            self._met_large(known(), f"{COMPILING[backend].told(nodes)} (at most {COMPILING[backend].limit:,} are compiled)")
+            self._met_large(
+                known(), f"{COMPILING[backend].told(nodes)} (at most {COMPILING[backend].limit:,} are compiled)"
+            )
 
         compiled: Callable[..., Any] = torch.compile(function, backend=limited(run, COMPILING[backend].limit, told))
         return compiled
@@ -176,7 +180,7 @@ class CompileSession:
         self._large.add(module)
 
     def _hand_over(self, module: torch.nn.Module) -> None:
-        """To the tape, whose calls come in from outside of ours."""
+        """To the tape, beneath ours: Dynamo, which guards what a module's call is, would compile other roots once more."""
         self._compiled[module] = None
         self._shared.leave()  # what the tape keeps is not known to graphs
         if not any(self._compiled.values()):
@@ -184,12 +188,17 @@ class CompileSession:
         if self._tape is None:
             self._tape = Session(self.options, name=self.name, on_event=self.on_event)
             self._undo.append(self._tape.close)
+        ours = compat.module_call()
+        compat.set_module_call(self._inner)
         try:
             self._tape.watch(module)
         except (CaptureError, UnsupportedDevice) as error:
             if self.options.strict:
                 raise
             self.notes.append((type(module).__name__, str(error), ""))
+        finally:
+            self._inner = compat.module_call()
+            compat.set_module_call(ours)
 
     def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
