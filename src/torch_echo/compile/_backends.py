@@ -41,8 +41,8 @@ class Compiling:
 
 
 COMPILING = {"echo": Compiling(0.12, 1500), "echo_eager": Compiling(0.02, 9000)}
-"""By backend; at the limits it takes three minutes. Measured on one core, an unrolled attention decoder of 87, 155, 291, 563 and 1,107
-nodes: Inductor 43, 48, 62, 94 and 163 s (30 s of them to begin with), PyTorch's kernels 3.9, 4.5, 7.6, 12.4 and 21.5 s."""
+"""By backend; at the limits it takes three minutes. Measured on one core, an unrolled attention decoder of 87, 155, 291, 563 and
+1,107 nodes: Inductor 43, 48, 62, 94 and 163 s (30 s of them to begin with), PyTorch's kernels 3.9, 4.5, 7.6, 12.4 and 21.5 s."""
 
 
 def _errors_pass(backend: Backend) -> Backend:
