@@ -124,9 +124,14 @@ def explain(step: Callable[[], Any], **options: Any) -> Explanation:
     finally:
         session.close()
     if explanation is None:
-        why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
-        raise CaptureError(f"the step could not be planned{': ' + why if why else ''}")
+        raise CaptureError(f"the step could not be planned{_reasons(session)}")
     return explanation
+
+
+def _reasons(session: Session) -> str:
+    """What was left to plain PyTorch, to be put at the end of a message."""
+    why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
+    return f": {why}" if why else ""
 
 
 def check(step: Callable[[], Any], **options: Any) -> Comparison:
@@ -146,8 +151,7 @@ def check(step: Callable[[], Any], **options: Any) -> Comparison:
             if session.plan is not None or session.phase is Phase.OFF:
                 break
         if session.plan is None or session.phase is Phase.OFF:
-            why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
-            raise CaptureError(f"the step could not be planned{': ' + why if why else ''}")
+            raise CaptureError(f"the step could not be planned{_reasons(session)}")
         state = TrainingState(session.models(), session.optimizers(), session.device)
         runs = []
         for _ in range(2):
@@ -164,7 +168,7 @@ def check(step: Callable[[], Any], **options: Any) -> Comparison:
         session.finish()
         comparison = session.comparison
         if comparison is None:
-            raise CaptureError("the step was not taped: " + "; ".join(f"{w}: {why}" for w, why, _ in session.unhandled))
+            raise CaptureError(f"the step was not taped{_reasons(session)}")
         runs[0].compare(result, comparison)
         return comparison
     finally:

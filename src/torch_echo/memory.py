@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import torch
 
 from torch_echo import compat
 
-__all__ = ["live_bytes"]
+__all__ = ["live_bytes", "live_tensors"]
 
 
 def live_bytes(device: torch.device) -> int:
@@ -19,18 +20,20 @@ def live_bytes(device: torch.device) -> int:
     seen: dict[int, int] = {}
     # What is asked of a tensor may be an op, which modes and fake tensors of others refuse.
     guard = compat.no_dispatch()
-    for obj in gc.get_objects():
-        # isinstance() would ask obj.__class__, which proxies answer with arbitrary code
-        if issubclass(type(obj), torch.Tensor):
-            for t in (obj, _grad(obj)):
-                if t is not None and t.device.type == device.type:
-                    key = compat.storage_key(t)
-                    if (
-                        key != -1 and t.untyped_storage().device.type == device.type
-                    ):  # fake tensors have theirs elsewhere
-                        seen[key] = compat.extent(t.untyped_storage())[1]
+    for tensor in live_tensors():
+        for t in (tensor, _grad(tensor)):
+            if t is not None and t.device.type == device.type:
+                key = compat.storage_key(t)
+                if key != -1 and t.untyped_storage().device.type == device.type:  # fake tensors have theirs elsewhere
+                    seen[key] = compat.extent(t.untyped_storage())[1]
     del guard
     return sum(seen.values())
+
+
+def live_tensors() -> Iterator[torch.Tensor]:
+    """All tensors that Python's collector can reach. Cost: one pass over all objects."""
+    # isinstance() would ask obj.__class__, which proxies answer with arbitrary code
+    return (obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))
 
 
 def _grad(tensor: torch.Tensor) -> torch.Tensor | None:

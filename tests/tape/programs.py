@@ -6,17 +6,20 @@ pool has the shape (ROWS, COLS), whatever its strides, so that any two can meet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Program", "Spec", "program_loss", "programs"]
+__all__ = ["Program", "Spec", "drawn", "program_loss", "programs"]
 
 ROWS, COLS = 24, 32
 Instruction = tuple[str, int, int, int]
@@ -102,6 +105,18 @@ def programs(max_ops: int = 10, guests: bool = False) -> st.SearchStrategy[Spec]
             st.lists(st.integers(0, len(blocks) - 1), min_size=1, max_size=4).map(tuple),
         )
     )
+
+
+def drawn(examples: int, seed: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that is `given` something runs on so many examples, drawn from the seed."""
+    fixed = settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate,),
+    )
+    return lambda test: hypothesis_seed(seed)(fixed(test))
 
 
 class Block(nn.Module):

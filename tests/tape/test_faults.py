@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_echo import rules
@@ -34,7 +33,7 @@ from torch_echo.tape.session import Session
 
 from .harness import ForcedSession, bits, everything, forced, randomly, tape_objects
 from .models import CASES
-from .programs import Block, Program, Spec, program_loss, programs
+from .programs import Block, Program, Spec, drawn, program_loss, programs
 
 STEPS = 6
 PLACES = ("script", "kernel", "re-run", "backward", "planning")
@@ -209,14 +208,7 @@ def run_faults(place: str, seed: int, examples: int) -> int:
     """Faults of one kind in generated programs; how many there were."""
     fired = 0
 
-    @hypothesis_seed(seed)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
-    )
+    @drawn(examples, seed)
     @given(
         spec=programs(guests=True),
         step=st.integers(0, STEPS - 2) if place != "planning" else st.just(1),

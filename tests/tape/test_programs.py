@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .harness import (
@@ -21,7 +20,7 @@ from .harness import (
     train,
 )
 from .models import simple_step
-from .programs import Program, Spec, program_loss, programs
+from .programs import Program, Spec, drawn, program_loss, programs
 
 STEPS = 4
 
@@ -42,14 +41,7 @@ UNSEEN = {"gradient", "func_grad", "checkpoint_reentrant"}
 def check_programs(examples: int, every: bool, share: float, guests: bool, seed: int) -> None:
     """Generated programs, plain and taped."""
 
-    @hypothesis_seed(seed)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate),
-    )
+    @drawn(examples, seed)
     @given(programs(guests=guests), st.integers(0, 1000))
     def check(spec: Spec, seed: int) -> None:
         plain = run(spec, None, every)

@@ -44,10 +44,5 @@ def _same_each_time(node: fx.Node) -> bool:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return target is getitem
-    return (
-        target.namespace == "aten"
-        and not target._schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in target.tags
-        and not rule_of(target).random
-        and "empty" not in target._schema.name
-    )
+    rule = rule_of(target)
+    return rule.name.startswith("aten::") and not (rule.mutates or rule.random or "empty" in rule.name)

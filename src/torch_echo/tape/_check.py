@@ -14,7 +14,6 @@ case: where a rebuilt value differs, the saved one is handed out.
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,12 +25,13 @@ import numpy as np
 import torch
 
 from torch_echo import compat
+from torch_echo.memory import live_tensors
 from torch_echo.report.comparison import Comparison
 from torch_echo.rules import Rule, rule_of
 from torch_echo.tape._mode import Dropped, Tape
 from torch_echo.tape._recipe import NO_KWARGS, Passes, Recipe, Slot, written
 
-__all__ = ["Check", "CheckedTape", "random_states", "same", "script_line"]
+__all__ = ["Check", "CheckedTape", "comparable", "distance", "random_states", "restore", "same", "script_line"]
 
 MAX_DIFFERENCES = 10
 """Differences told one by one."""
@@ -192,7 +192,7 @@ class Check:
         autograd saved, and compared when the script's own pass has made them again."""
         before = random_states(self._device)
         # A backward pass for gradients only adds to the gradients of intermediate tensors all the same.
-        retaining = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.retains_grad]
+        retaining = [t for t in live_tensors() if t.retains_grad]
         retained = [(t, None if t.grad is None else t.grad.clone()) for t in retaining]
         self.rehearsing = True
         Passes.begin(True)

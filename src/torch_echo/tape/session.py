@@ -752,12 +752,21 @@ class Session:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None and self.device is not None
         recorder.stop()
+        planned = False
+        try:
+            planned = self._plan_recorded(kind, recorder)
+        finally:
+            if not planned:
+                self.ranks.give_up(self._recordings)
+
+    def _plan_recorded(self, kind: StepKind, recorder: Recorder) -> bool:
+        """Plan a kind of iteration from a recording of it. False if that has come to nothing."""
+        assert self.device is not None
         if kind.plan is not None and not kind.due:
-            self.ranks.give_up(self._recordings)
-            return  # the guess was wrong
+            return False  # the guess was wrong
         if not recorder.saved:
             self._failed(kind, "autograd saved nothing that could be seen: compiled, or nothing to train")
-            return
+            return False
         try:
             cost = get_cost_model(self.options.cost, self.device)
             graph = build(recorder, cost)
@@ -771,21 +780,19 @@ class Session:
             self._make_plan(kind, graph, recorder)
         except CaptureError as error:  # another thread may have been in the way
             self._failed(kind, str(error), error)
-            return
+            return False
         except BudgetInfeasible as error:
-            self.ranks.give_up(self._recordings)
             self._off = True
             self._failure = error
-            return
+            return False
         except Exception as error:  # a mistake of ours must not end the script's training
             frame = traceback.extract_tb(error.__traceback__)[-1]
             why = f"planning failed: {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
             failure = CaptureError(why)
             failure.__cause__ = error
-            self.ranks.give_up(self._recordings)
             kind.graph = kind.plan = kind.installed = None
             self._give_up(why, failure)
-            return
+            return False
         kind.due, kind.checks, kind.phase = False, 0, Phase.CHECK
         kind.passes, kind.recorded, kind.codes = self._needed, self._calls, recorder.codes
         self._local.planned.trusted = frozenset(recorder.known)
@@ -795,6 +802,7 @@ class Session:
                     # What is there beside it may have become more: the other models' gradients and optimizer states.
                     other.phase, other.checks, other.remade = Phase.CHECK, 0, False
         self.on_event("planned")
+        return True
 
     def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
         assert self.device is not None
@@ -919,7 +927,6 @@ class Session:
 
     def _failed(self, kind: StepKind, why: str, error: CaptureError | None = None) -> None:
         """A recording has come to nothing; after some, the kind is left to plain PyTorch."""
-        self.ranks.give_up(self._recordings)
         kind.failures += 1
         kind.due = False
         if kind.failures < FAILED_RECORDS and not (self.options.strict and error is not None):
