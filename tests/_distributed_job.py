@@ -283,6 +283,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tape_session.get_cost_model = lambda *_: Skewed()  # type: ignore[assignment, attr-defined]
+    # The process group's own thread lets go of what is communicated, sooner or later: a few percent of these small peaks. Where
+    # rank 0 plans again because of it, in the last steps, the other rank would not have taken the new plan over yet.
+    tape_session.CHECK_TOLERANCE = 0.1
     results = {}
     for name in names:
         plain, taped = train(CASES[name], False), train(CASES[name], True)

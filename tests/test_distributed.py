@@ -108,8 +108,8 @@ def test_case(quick: list[dict[str, Any]], name: str) -> None:
 @pytest.mark.parametrize("name", SAME_SHAPES)
 def test_the_replay_is_the_allocators(quick: list[dict[str, Any]], name: str) -> None:
     for rank in quick:
-        # The process group's own thread lets go of what is communicated, sooner or later.
-        tolerance = 0.05 if "fsdp" in name else 0.01
+        # The process group's own thread lets go of what is communicated, sooner or later: two blocks' parameters at most.
+        tolerance = 0.1 if "fsdp" in name else 0.01
         assert rank[name]["measured"] == pytest.approx(rank[name]["replayed"], rel=tolerance)
 
 
