@@ -68,6 +68,9 @@ def _cli() -> None:
     "--reorder", is_flag=True, default=None, help="Allow sums in another order: equal up to rounding, not to the bit."
 )
 @click.option(
+    "--memory-limit", metavar="SIZE", help="For tests: allocations beyond this fail, as on a device that has no more."
+)
+@click.option(
     "--strict", is_flag=True, default=None, help="What can't be handled is an error, not left to plain PyTorch."
 )
 @click.option("--report", "report_file", metavar="FILE.json", help="Write the final report to this file too.")

@@ -168,6 +168,9 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     _link_readers(graph, forward_ops)
     _classify(graph, walk, recorder, forward_ops)
     graph.base_bytes = max(0, recorder.base_bytes - sum(s.nbytes for s in graph.storages if s.alloc < 0))
+    for storage in graph.storages:
+        if storage.kind is Kind.OPTIMIZER_STATE:
+            storage.alloc = -1  # what an optimizer's first step makes is there from the start in all later steps
     graph.step_seconds = sum(op.seconds for op in graph.ops)
     graph.meta = {"device": str(recorder.device), "torch": torch.__version__, "engine": "tape"}
     if recorder.device.type == "cuda":

@@ -32,10 +32,11 @@ from torch_echo.tape._recipe import (
 )
 from torch_echo.tape._stack import Site, Stackable, overwritten, unpack
 
-__all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "unpack"]
+__all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "generator_of", "gone", "next_order", "unpack"]
 
 
-_order = itertools.count().__next__
+next_order = itertools.count().__next__
+"""Numbers for ops, in the order in which they run."""
 
 
 class Decision:
@@ -129,13 +130,13 @@ class Dropped:
 
     def __del__(self) -> None:
         if self.view is not None:  # never read
-            self.view.slot.readers -= 1
+            self.view.slot.done()
 
     def carry_over(self, slot: Slot | None, tensor: torch.Tensor) -> None:
         """The storage has been overwritten elsewhere than here: read the new version, a dropped one or `tensor`'s."""
         view = self.view
         assert view is not None
-        view.slot.readers -= 1
+        view.slot.done()
         if slot is not None:
             view.slot = slot
             slot.readers += 1
@@ -159,7 +160,7 @@ class Dropped:
             # The node releases this handle when it has run. Until then the tensor lives as it would in eager PyTorch;
             # the slot is left to its other readers.
             self.tensor, self.view = tensor, None
-            slot.readers -= 1
+            slot.done()
         return tensor
 
 
@@ -210,8 +211,14 @@ class Tape(Stackable):
         """Storages that change only where a version tells, although NumPy may have been shown them: parameters."""
         self.pinned: dict[int, list[weakref.ref[Leaf]]] = {}
         """Leaves of recipes, by storage: to be copied before an op overwrites them."""
+        self.seconds = -1.0
+        """What the last op took, where that is of interest."""
         self.table = OFF
         """Decisions for the module call whose code is running."""
+        self.rescued: set[int] = set()
+        """Storages that were dropped after all, or pinned for that, since a recorder began. See ``_rescue``."""
+        self.watching = False
+        """Is all that runs to be seen, whatever the tables say?"""
         self.pure: set[int] = set()
         """Ops met so far that write none of their arguments, by identity."""
 
@@ -231,6 +238,10 @@ class Tape(Stackable):
         self.gate.doors, self.gate.other = table.doors, table.other
         self.switch(table.mode, table.hooks, table.gate)
 
+    def touches(self, key: int) -> bool:
+        """Is the content of this storage dropped, or read by a recipe?"""
+        return key in self.slots or key in self.pinned
+
     def opening(self, place: Place, code: Any, turn: int, needs: int) -> tuple[bool, bool] | None:
         """See :class:`Stackable`."""
         before = mode, hooks = self.mode_on, self.hooks_on  # on where they could not be taken off from under others
@@ -242,7 +253,7 @@ class Tape(Stackable):
         if not self.slots and not self.pinned:
             return False
         keys = [compat.storage_key(t) for _, t in tensors_in(args, kwargs)]
-        return any(key in self.slots or key in self.pinned for key in keys)
+        return any(self.touches(key) for key in keys)
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run an op called at `site` of the module that is running."""
@@ -252,6 +263,10 @@ class Tape(Stackable):
             if mask:
                 return self._drop(func, args, kwargs or NO_KWARGS, mask)
         return self._keep(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that is dropped."""
+        return func(*args, **kwargs)
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose outputs are kept."""
@@ -272,20 +287,21 @@ class Tape(Stackable):
         again = (func, args) if rule.rerun is None else rule.rerun(func, args)
         if rule.shape_only:
             again = _creation(func, args, kwargs)
-        recipe = Recipe(again[0], rule, (), NO_KWARGS, _order())
+        recipe = Recipe(again[0], rule, (), NO_KWARGS, next_order())
         recipe.args = tuple([self._refer(a) for a in again[1]])
         if rule.shape_only:
             recipe.kwargs = again[2]  # type: ignore[misc]
         elif kwargs:
             recipe.kwargs = {k: self._refer(a) for k, a in kwargs.items()}
         if rule.random:
-            recipe.generator = _generator(args, kwargs)
+            recipe.generator = generator_of(args, kwargs)
             if recipe.generator is not None:
                 with Passes.unseen():
                     recipe.state = recipe.generator.get_state()
         old = self._before_write(rule, args, kwargs) if writes else ()
         loose = any(slot.loose for slot in old)
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
+        recipe.seconds = self.seconds
         recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)
         for j, tensor in enumerate(written(rule, args, kwargs, out)):
             if mask >> j & 1 and type(tensor) is torch.Tensor:
@@ -355,7 +371,7 @@ class Tape(Stackable):
                     leaf.copy()
             slot = self.slots.pop(key, None)
             if slot is not None:
-                slot.alive = _gone
+                slot.alive = gone
                 if rule.silent:
                     slot.tensor = compat.alias(t)
                 old.append(slot)
@@ -391,7 +407,7 @@ class Tape(Stackable):
         mask = 0 if decision is None else decision.next()
         if not mask:
             return plain(func, args)
-        recipe = LayerRecipe(func, layer_rule(func), args, _order())
+        recipe = LayerRecipe(func, layer_rule(func), args, next_order())
         recipe.args = tuple([self._refer(a) for a in args])
         saving = _LayerSaves(self, recipe, mask, {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)})
         mode = self.mode_on
@@ -437,11 +453,11 @@ class Tape(Stackable):
         self.pinned = {k: live for k, refs in self.pinned.items() if (live := [r for r in refs if r() is not None])}
 
 
-def _gone() -> None:
+def gone() -> None:
     """In place of the weak reference of a slot whose storage has been overwritten."""
 
 
-def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     """The generator that a random op draws from."""
     device = kwargs.get("device")
     for a in (*args, *kwargs.values()):

@@ -40,11 +40,15 @@ from torch_echo.tape._build import build
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
 from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, Installed, engine_seconds, install_plan
+from torch_echo.tape._limit import Limit
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
+from torch_echo.tape._recipe import Passes
 from torch_echo.tape._record import PeakMeter, Recorder
+from torch_echo.tape._rescue import RescueTape
 from torch_echo.tape._stack import alone
+from torch_echo.units import format_bytes
 
 __all__ = ["Phase", "Session"]
 
@@ -74,6 +78,10 @@ CHECK_PATIENCE = 50
 
 CHECK_TOLERANCE = 0.01
 """A measured peak further than this fraction from the plan's makes the session record and plan again."""
+
+
+HEADROOM = 0.1
+"""Where a plan's peak leaves less than this fraction of the device free, steps are ready to drop what the plan keeps."""
 
 
 class Phase(Enum):
@@ -166,6 +174,12 @@ class Session:
         self._checks = 0
         self._late_roots = False
         self._failure: TorchEchoError | None = None
+        self._limit: Limit | None = None
+        """What the device can hold, where that is of interest."""
+        self._ran_out = False
+        """Has an allocation failed, so that the script saw it?"""
+        self._broken = False
+        """Did that happen in this iteration?"""
         self._watch_all = False
         self._codes: dict[int, Any] = {}
         """Code objects by identity, as long as the plan knows places in them by it."""
@@ -296,11 +310,14 @@ class Session:
         local = self._local
         if lean:
             if not isinstance(local.tape, OnlineTape):
-                local.tape = OnlineTape(set(self._known()))
+                local.tape = self._online_tape()
             local.tape.switch(True, True)
         local.lifted += 1
         try:
             return _entry.original_call(module, *args, **kwargs)
+        except BaseException as error:
+            self.failed(error)
+            raise
         finally:
             local.lifted -= 1
             local.tape.switch(False, False)
@@ -313,20 +330,23 @@ class Session:
         if not local.depth and not local.open and self._watch_all and self.installed is not None:
             script = self.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
-            if script is not OFF and alone():
+            if (script is not OFF or isinstance(tape, RescueTape)) and alone():
                 local.open = True
                 table = script
+        tape.watching = isinstance(tape, RescueTape)
         tape.use(_table(entry))
         local.depth += 1
         try:
             return _entry.original_call(module, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if local.depth == 1:
                 local.open = False
                 table = OFF
+                self.failed(error)
             raise
         finally:
             local.depth -= 1
+            tape.watching &= local.depth > 0 or local.open
             tape.use(table)
 
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -343,10 +363,11 @@ class Session:
             self._note(entry.path, "it is compiled by torch.compile and left to it", once=True)
         try:
             return _entry.original_call(module, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if local.depth == 1:
                 on = hooks = False
                 self._abort_recording()
+                self.failed(error)
             raise
         finally:
             local.depth -= 1
@@ -446,6 +467,16 @@ class Session:
 
     def _finish_iteration(self) -> None:
         """What was being watched is complete."""
+        if self._broken:
+            self._broken = False
+            self._abort_recording()
+            if self._meter is not None:
+                self._meter.stop()
+                self._meter = None
+            if self._records < MAX_RECORDS:
+                self.phase = Phase.WAIT
+            elif self.installed is not None:
+                self._local.tape = self._planned_tape()
         if self._recorder is not None and self._recorder.active:
             self._recorded_calls = self._calls
             self._checks = 0
@@ -488,13 +519,63 @@ class Session:
     def _lean(self) -> bool:
         """Must steps without a plan be spared memory too? They drop what a simple rule says (see ``_online``), at the
         price of an estimated baseline."""
-        return (self.device is not None and self.device.type == "cuda") or self.options.memory_budget is not None
+        given = self.options.memory_budget is not None or self.options.memory_limit is not None
+        return given or self._ran_out or (self.device is not None and self.device.type == "cuda")
 
     @property
     def warm_up(self) -> int:
         """Iterations before the first recording. The first of all is slow: the second tells how long a step takes, where the
-        plan may add a fraction of that."""
-        return 1 if self._lean() else 2
+        plan may add a fraction of that. A limit that is ours holds for the first one too."""
+        return 0 if self.options.memory_limit is not None else 1 if self._lean() else 2
+
+    def _the_limit(self) -> Limit:
+        if self._limit is None:
+            assert self.device is not None
+            self._limit = Limit(self.device, self.options.limit_bytes(self.device))
+        return self._limit
+
+    def _online_tape(self) -> OnlineTape:
+        return OnlineTape(set(self._known()), self._the_limit(), self._out_of_memory)
+
+    def _planned_tape(self) -> Tape:
+        """For steps with the plan. To be ready for the worst costs each op some time: it is where memory is nearly full, or
+        has been."""
+        if self._limit is None or self.plan is None:
+            return Tape(self.options.reorder)
+        limit = self._limit
+        near = limit.nbytes is not None and self.plan.peak > (1 - HEADROOM) * limit.nbytes
+        if not (near or limit.enforced or self._ran_out):
+            return Tape(self.options.reorder)
+        return RescueTape(limit, self._out_of_memory, self.options.reorder)
+
+    def failed(self, error: BaseException) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        if self.phase is not Phase.OFF and self.device is not None and compat.is_out_of_memory(error):
+            self._out_of_memory(error, self._the_limit().learn())
+
+    def _out_of_memory(self, error: BaseException, live: int) -> None:
+        """The script is going to see `error`, with so many bytes allocated. If it goes on, the next steps are prepared."""
+        notes: list[str] = getattr(error, "__notes__", [])
+        if any(note.startswith("torch-echo") for note in notes):
+            return  # on its way out
+        where = "backward" if Passes.running else "forward"
+        limit = self._the_limit()
+        tape = self._local.tape
+        dropped = tape.freed if isinstance(tape, RescueTape) else 0
+        self._ran_out = self._broken = True
+        self._backward_seen = True  # what is called next begins a new iteration
+        limit.tighten()
+        again = self._records < MAX_RECORDS
+        does = f"the next step is recorded and planned for {format_bytes(limit.plannable or 0)} at most" if again else (
+            "the next steps drop what the plan keeps where they must"
+        )
+        text = (
+            f"torch-echo: out of memory in the {where} pass with {format_bytes(live)} allocated"
+            f"{f', after {format_bytes(dropped)} that the plan keeps were dropped' if dropped else ''}. "
+            f"If the script goes on, {does}."
+        )
+        error.__notes__ = [*notes, text]  # type: ignore[attr-defined]
+        self.on_event(text.removeprefix("torch-echo: "))
 
     def _start_recording(self) -> None:
         if self.device is None:
@@ -503,9 +584,15 @@ class Session:
             self._note("planning", "waits: a profiler of the script's is running", once=True)
             return
         known = self._known()
-        tape, tables = None, None
+        tape: Tape | None = None
+        tables = None
         if self._lean():
-            tape = OnlineTape(set(known)) if self.installed is None else self._local.tape
+            if self.installed is None:
+                tape = self._online_tape()
+            elif isinstance(self._local.tape, RescueTape) or not self._ran_out:
+                tape = self._local.tape
+            else:
+                tape = self._planned_tape()
             tables = self.installed.tables if self.installed is not None else None
             self._local.tape = tape
         self._recorder = Recorder(
@@ -543,6 +630,7 @@ class Session:
             self.graph.step_seconds = min(self.graph.step_seconds, plain)
             self._codes = recorder.codes
             self._make_plan(recorder)
+            self._local.tape = self._planned_tape()
             self._local.tape.trusted = frozenset(recorder.known)
         except CaptureError as error:  # another thread may have been in the way
             self.phase = Phase.WAIT
@@ -564,8 +652,15 @@ class Session:
             on_infeasible=options.on_infeasible,
             fixed_seconds=engine_seconds(self.graph),
         )
-        if isinstance(self._local.tape, OnlineTape):
-            self._local.tape = Tape(self.options.reorder)
+        limit = None if self._limit is None else self._limit.plannable
+        if limit is not None and self.plan.peak > limit:
+            self.plan = plan(
+                self.graph,
+                budget=limit,
+                policy=options.policy,
+                on_infeasible="least",
+                fixed_seconds=engine_seconds(self.graph),
+            )
         self.installed = install_plan(self, self.graph, self.plan.dropped, recorder.nesting)
         self.phase = Phase.CHECK
         self.on_event("planned")
@@ -628,10 +723,14 @@ class Session:
                 self._backward_seen = True
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("backward", keep_graph)
-        return self.lift()
+        before = Passes.rescue
+        if isinstance(local.tape, RescueTape):
+            Passes.rescue = local.tape
+        return before, self.lift()
 
     def after_backward(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
+        Passes.rescue, state = state
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("done")
         elif self.phase is Phase.WAIT and self._calls:
@@ -654,6 +753,7 @@ class Session:
         if local.open:
             local.open = False
             local.tape.lift()
+            local.tape.watching = False
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.lift()
 
