@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Collection
 from sys import _getframe, getrefcount
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -156,6 +157,8 @@ class Dropped:
         slot = view.slot
         with compat.below_autograd():
             tensor = view.of(rebuild(slot))
+            if Passes.rescue is not None:
+                Passes.rescue.reading(tensor, slot)
         if Passes.running and not Passes.keeping:
             # The node releases this handle when it has run. Until then the tensor lives as it would in eager PyTorch;
             # the slot is left to its other readers.
@@ -268,6 +271,10 @@ class Tape(Stackable):
         """Run an op that is dropped."""
         return func(*args, **kwargs)
 
+    def new_slot(self, recipe: Recipe, index: int, tensor: torch.Tensor, version: int) -> Slot:
+        """The slot of a value of an op that is dropped, the recipe's output `index`."""
+        return Slot(recipe, tensor, version)
+
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose outputs are kept."""
         if id(func) not in self.pure:
@@ -307,7 +314,7 @@ class Tape(Stackable):
             if mask >> j & 1 and type(tensor) is torch.Tensor:
                 in_place = bool(writes) and any(t is tensor for p, t in tensors_in(args, kwargs) if p in writes)
                 # An in-place op's version is counted above the level at which the tape sees it, after it returns.
-                slot = Slot(recipe, tensor, tensor._version + in_place)
+                slot = self.new_slot(recipe, j, tensor, tensor._version + in_place)
                 slot.loose = in_place and loose
                 recipe.outputs[j] = weakref.ref(slot)
                 self.slots[slot.key] = slot
@@ -413,8 +420,10 @@ class Tape(Stackable):
         mode = self.mode_on
         self.switch(False, self.hooks_on, self.gate_on)
         compat.push_hooks(saving.pack, unpack)
+        begin = perf_counter()
         try:
             out: tuple[torch.Tensor, ...] = func(*args)
+            recipe.seconds = perf_counter() - begin
             for k, tensor in enumerate(out):
                 slot = saving.slot_of(tensor, recipe.results, k + 1)
                 if slot is not None:

@@ -430,14 +430,11 @@ def _telling(observer: Callable[[bool], None]) -> Iterator[None]:
 class Rescuer(Protocol):
     """What can make room while values are rebuilt. See ``_rescue``."""
 
-    def reading(self, tensor: torch.Tensor) -> None:
-        """A node is about to read a saved tensor that is kept."""
-
-    def rebuilding(self, slot: Slot, recipes: Collection[Recipe]) -> None:
-        """`recipes` are about to be re-run for a reader of `slot`."""
+    def reading(self, tensor: torch.Tensor, slot: Slot) -> None:
+        """A node is about to read a saved tensor, the content of `slot`."""
 
     def rerun(self, recipe: Recipe, keep: bool, slot: Slot, later: Collection[Recipe]) -> None:
-        """Have `recipe` run, then go `later` ones."""
+        """Have `recipe` run; then `later` ones, for a reader of `slot`."""
 
 
 class Passes:
@@ -513,8 +510,6 @@ def rebuild(slot: Slot) -> torch.Tensor:
                     stack.extend(s for s in recipe.reads() if not s.available())
             needed.sort(key=lambda r: -r.order)
             rescue = Passes.rescue
-            if rescue is not None:
-                rescue.rebuilding(slot, needed)
             with Passes.unseen():
                 while needed:
                     recipe = needed.pop()

@@ -37,6 +37,7 @@ from torch_echo.tape._limit import Limit
 from torch_echo.tape._mode import Dropped, Table, Tape, generator_of, gone, next_order
 from torch_echo.tape._recipe import (
     NO_KWARGS,
+    Leaf,
     Passes,
     RebuildError,
     Recipe,
@@ -108,7 +109,7 @@ def _described(arg: Any) -> Any:
 class Soft(Slot):
     """A value that is kept: what there is to know should it be dropped."""
 
-    __slots__ = ("expected", "holders", "index", "note")
+    __slots__ = ("expected", "holders", "index", "listed", "note")
 
     def __init__(self, note: Note | None, index: int, tensor: torch.Tensor, version: int) -> None:
         super().__init__(None, tensor, version)
@@ -117,6 +118,7 @@ class Soft(Slot):
         self.index = index
         """Which of the note's values it is."""
         self.holders: list[weakref.ref[Kept]] = []
+        self.listed = False
         self.expected = -1
         """The version of the tensor that is pinned; below 0: what is there was rebuilt."""
 
@@ -183,8 +185,8 @@ class Kept(Dropped):
         """See :class:`Dropped`."""
         tensor = self.tensor
         rescue = Passes.rescue
-        if rescue is not None and tensor is not None:
-            rescue.reading(tensor)
+        if rescue is not None and tensor is not None and self.slot is not None:
+            rescue.reading(tensor, self.slot)
         read = super().unpack()
         if tensor is None and self.tensor is not None:
             self.slot = None  # another storage
@@ -212,7 +214,7 @@ class RescueTape(Tape):
         self.soft: dict[int, Soft] = {}
         """Current value of each storage whose content is kept."""
         self.savings: list[weakref.ref[Soft]] = []
-        """Values that autograd keeps."""
+        """Values that autograd keeps, or recipes do."""
         self.freed = 0
         """Bytes dropped since the last failure that reached the script."""
 
@@ -316,6 +318,18 @@ class RescueTape(Tape):
                 self.limit.check(made)
         return out
 
+    def new_slot(self, recipe: Recipe, index: int, tensor: torch.Tensor, version: int) -> Slot:
+        """See :class:`Tape`. Once rebuilt, it may be dropped again."""
+        note = None
+        leaves = [a for a in (*recipe.args, *recipe.kwargs.values()) if type(a) is Leaf]
+        if recipe.generator is None and all(leaf.key in self.trusted for leaf in leaves):
+            note = Note(recipe.func, recipe.rule, recipe.args, recipe.kwargs, recipe.order)
+            note.reuses, note.seconds = recipe.reuses, recipe.seconds
+        soft = Soft(note, index, tensor, version)
+        soft.recipe = recipe
+        self._list(soft)
+        return soft
+
     def _remade(self, overwrites: list[torch.Tensor]) -> bool:
         """Can what is overwritten be made again, so that a re-run can build on it?"""
         for t in overwrites:
@@ -383,6 +397,7 @@ class RescueTape(Tape):
         soft = self._value(arg, key)
         if soft.loose or arg.is_inference():
             return super()._refer(arg)
+        self._list(soft)
         soft.pin(compat.alias_below(arg))
         soft.readers += 1
         return View(arg, soft)
@@ -400,6 +415,12 @@ class RescueTape(Tape):
                         self.soft[soft.key].loose = True
         return super()._before_write(rule, args, kwargs)
 
+    def _list(self, soft: Soft) -> None:
+        """Autograd, or a recipe, is about to keep the value."""
+        if not soft.listed:
+            soft.listed = True
+            self.savings.append(weakref.ref(soft))
+
     def touches(self, key: int) -> bool:
         """See :class:`Tape`."""
         soft = self.soft.get(key)
@@ -413,8 +434,7 @@ class RescueTape(Tape):
             key = compat.storage_key(tensor)
             soft = self.soft.get(key)
             if soft is not None and key not in self.slots and soft.current(tensor) and not compat.functorch_active():
-                if not soft.holders:
-                    self.savings.append(weakref.ref(soft))
+                self._list(soft)
                 return Kept(tensor, soft)
         return super().pack(tensor)
 
@@ -433,7 +453,8 @@ class RescueTape(Tape):
     # --- memory is short ---------------------------------------------------------------------------------------------
 
     def release(self, nbytes: int, busy: Collection[int] = ()) -> int:
-        """Drop kept values of so many bytes, the cheapest first. Returns how many were freed: fewer if there are no more.
+        """Drop kept values of so many bytes; in forward the cheapest first, in backward those that will be read last. Returns how
+        many were freed: fewer if there are no more.
 
         `busy`: slots, by identity, that are being read.
         """
@@ -446,14 +467,14 @@ class RescueTape(Tape):
                 if soft is not None and id(soft) not in busy and _droppable(soft):
                     cost = self._cost(soft)
                     if cost is not None:
-                        chosen.append((cost[0], i, soft))
+                        chosen.append((i if Passes.running else cost[0], i, soft))
             heapq.heapify(chosen)
             while chosen and freed < nbytes:
                 _, i, soft = heapq.heappop(chosen)
                 cost = self._cost(soft) if _droppable(soft) else None
                 if cost is None:
                     continue
-                if chosen and cost[0] > chosen[0][0]:  # dearer by what has been dropped since
+                if not Passes.running and chosen and cost[0] > chosen[0][0]:  # dearer by what has been dropped since
                     heapq.heappush(chosen, (cost[0], i, soft))
                     continue
                 freed += self._let_go(soft, cost[1], cost[2])
@@ -528,17 +549,14 @@ class RescueTape(Tape):
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def reading(self, tensor: torch.Tensor) -> None:
-        """See :class:`torch_echo.tape._recipe.Rescuer`."""
-        self._ahead(tensor.untyped_storage().nbytes(), ())
-
-    def rebuilding(self, slot: Slot, recipes: Collection[Recipe]) -> None:
-        """See :class:`torch_echo.tape._recipe.Rescuer`."""
-        made = sum(s.nbytes for r in recipes for ref in r.outputs.values() if (s := ref()) is not None)
-        self._ahead(made + slot.nbytes, recipes, slot)
+    def reading(self, tensor: torch.Tensor, slot: Slot) -> None:
+        """See :class:`torch_echo.tape._recipe.Rescuer`. A kernel that makes a gradient makes one as large as what it reads."""
+        self._ahead(tensor.untyped_storage().nbytes(), {id(slot)})
 
     def rerun(self, recipe: Recipe, keep: bool, slot: Slot, later: Collection[Recipe]) -> None:
         """See :class:`torch_echo.tape._recipe.Rescuer`."""
+        busy = {id(s) for r in (*later, recipe) for s in r.reads()} | {id(slot)}
+        self._ahead(sum(s.nbytes for ref in recipe.outputs.values() if (s := ref()) is not None), busy)
         wanted = 0
         while True:
             again = recipe.repeatable(keep)
@@ -551,15 +569,15 @@ class RescueTape(Tape):
                 failure = error
             wanted = max(2 * wanted, compat.bytes_wanted(failure))
             failure.__traceback__ = failure.__context__ = None
-            if not self.release(wanted, _busy((*later, recipe), slot)):
+            if not self.release(wanted, busy):
                 raise failure
 
-    def _ahead(self, nbytes: int, recipes: Collection[Recipe], *slots: Slot) -> None:
-        """So much will be wanted soon, by a rebuild or by a kernel that makes a gradient as large as what it reads."""
+    def _ahead(self, nbytes: int, busy: Collection[int]) -> None:
+        """So much will be wanted soon."""
         room = self.limit.room()
         if room is None or room >= nbytes:
             return
-        self.release(nbytes - room, _busy(recipes, *slots))
+        self.release(nbytes - room, busy)
         room = self.limit.room()
         if self.limit.enforced and room is not None and room < 0:
             raise compat.out_of_memory(-room, "memory_limit is reached in the backward pass.")
@@ -598,13 +616,10 @@ def _droppable(soft: Soft) -> bool:
     if soft.note is None or soft.loose or soft.recipe is not None or not soft.nbytes:
         return False
     holders = soft.kept()
-    if not holders or any(h.token._version != h.version for h in holders):
+    if not soft.intact() or any(h.token._version != h.version for h in holders):
         return False
-    ours = {id(h.tensor) for h in holders}
-    if soft.tensor is not None:
-        ours.add(id(soft.tensor))
-    tensor = holders[0].tensor
-    return tensor is not None and compat.owned(tensor, len(ours))
+    ours = {id(t): t for t in (*(h.tensor for h in holders), soft.tensor) if t is not None}
+    return any(compat.owned(t, len(ours)) for t in ours.values())
 
 
 def _price(step: Note | Recipe) -> float:
@@ -614,8 +629,3 @@ def _price(step: Note | Recipe) -> float:
         work = work_of(step.func, spec_of(step.func, args, {k: _described(a) for k, a in step.kwargs.items()}))
         step.seconds = work.flops / _BALANCE + work.bytes_moved
     return step.seconds
-
-
-def _busy(recipes: Iterable[Recipe], *slots: Slot) -> set[int]:
-    """Slots that these recipes read, and others."""
-    return {id(s) for r in recipes for s in r.reads()} | {id(s) for s in slots}
