@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test test-long lint bench clean
 
 install: $(STAMP)
 
@@ -18,6 +18,9 @@ demo: install
 
 test: install lint
 	$(BIN)/python -m pytest -n 2
+
+test-long: install
+	$(BIN)/python -m pytest -n 2 -m "long or not long"
 
 lint: install
 	$(BIN)/ruff check src tests examples benchmarks

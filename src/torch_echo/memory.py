@@ -35,15 +35,19 @@ class Counter:
     """Bytes that tensors hold on a device, without a look at each of them.
 
     On CUDA it is the allocator's own count. On a CPU it is what the C library has given out, less what of that were no tensors
-    when the counter was made: the program's own data count from then on. Cost: a microsecond; more where the heap is in many
-    pieces. Where the C library does not tell, all objects are looked at each time.
+    at the last :meth:`settle`: other data of the program's count from then on. Cost: a microsecond; more where the heap is in
+    many pieces. Where the C library does not tell, all objects are looked at each time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._others = 0
-        if device.type == "cpu" and _mallinfo() is not None:
-            self._others = self.live() - live_bytes(device)
+        self.settle()
+
+    def settle(self) -> None:
+        """Look at all tensors. To be called where none is in C++'s hands alone, as in backward."""
+        if self.device.type == "cpu" and _mallinfo() is not None:
+            self._others += self.live() - live_bytes(self.device)
 
     def live(self) -> int:
         """Now."""

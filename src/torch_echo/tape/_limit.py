@@ -37,6 +37,10 @@ class Limit:
             free, _ = torch.cuda.mem_get_info(device)
             self.nbytes = min(free + torch.cuda.memory_reserved(device), enforced or 2**63)
 
+    def settle(self) -> None:
+        """Much else has been allocated since the last look."""
+        self.counter.settle()
+
     def live(self) -> int:
         """Bytes there now."""
         self._bound = self.counter.live()

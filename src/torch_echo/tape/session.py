@@ -429,6 +429,11 @@ class Session:
         self._calls = []
         if self.installed is not None:
             self.installed.reset()
+        self._begin_iteration(first, free)
+        if self._limit is not None and (self._limit.enforced or self.phase is Phase.CHECK):
+            self._limit.settle()
+
+    def _begin_iteration(self, first: RootCall, free: bool) -> None:
         if not free:
             return
         if self.phase is Phase.WAIT:
@@ -571,8 +576,8 @@ class Session:
         )
         text = (
             f"torch-echo: out of memory in the {where} pass with {format_bytes(live)} allocated"
-            f"{f', after {format_bytes(dropped)} that the plan keeps were dropped' if dropped else ''}. "
-            f"If the script goes on, {does}."
+            f"{f', after {format_bytes(dropped)} that would be kept were dropped' if dropped else ''}. "
+            f"What failed needs {format_bytes(live + compat.bytes_wanted(error))} at least. If the script goes on, {does}."
         )
         error.__notes__ = [*notes, text]  # type: ignore[attr-defined]
         self.on_event(text.removeprefix("torch-echo: "))
