@@ -525,7 +525,9 @@ def bytes_wanted(error: BaseException) -> int:
 
 def out_of_memory(nbytes: int, why: str) -> Exception:
     """What PyTorch raises when the allocation of so many bytes fails."""
-    return torch.OutOfMemoryError(f"DefaultCPUAllocator: not enough memory: you tried to allocate {nbytes} bytes. {why}")
+    return torch.OutOfMemoryError(
+        f"DefaultCPUAllocator: not enough memory: you tried to allocate {nbytes} bytes. {why}"
+    )
 
 
 # --- memory events -----------------------------------------------------------------------------------------------------

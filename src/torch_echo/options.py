@@ -97,7 +97,11 @@ class Options:
 
     def limit_bytes(self, device: torch.device) -> int | None:
         """The simulated limit in bytes on `device`; None without one."""
-        return None if self.memory_limit is None else parse_budget(self.memory_limit, device_memory(device), "memory_limit")
+        return (
+            None
+            if self.memory_limit is None
+            else parse_budget(self.memory_limit, device_memory(device), "memory_limit")
+        )
 
     def budget_for(self, device_memory: int | None) -> int | None:
         """The memory budget in bytes on a device with so much memory (None: not known); None without a budget."""

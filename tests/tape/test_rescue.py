@@ -6,10 +6,10 @@ import gc
 import random
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,9 +42,10 @@ def can_free(tape: RescueTape, busy: set[int] | frozenset[int] = frozenset()) ->
     """Is there anything that could be dropped?"""
     for ref in tape.savings:
         soft = ref()
-        if soft is not None and id(soft) not in busy and not soft.expired() and _droppable(soft):
-            if tape._cost(soft) is not None:
-                return True
+        if soft is None or id(soft) in busy or soft.expired():
+            continue
+        if _droppable(soft) and tape._cost(soft) is not None:
+            return True
     return False
 
 
@@ -111,7 +112,19 @@ def with_faults(name: str, faults: Faults, max_overhead: float = 0.1) -> tuple[T
         return train(CASES[name], session, every=True, steps=STEPS), session
 
 
-FEW = ["gru_lm", "decoder", "transformer_lm", "gpt2", "unet", "cnn", "function", "tied", "accumulation", "normed", "experts"]
+FEW = [
+    "gru_lm",
+    "decoder",
+    "transformer_lm",
+    "gpt2",
+    "unet",
+    "cnn",
+    "function",
+    "tied",
+    "accumulation",
+    "normed",
+    "experts",
+]
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 30], ids=["one", "all"])
@@ -168,7 +181,10 @@ def test_nothing_is_left() -> None:
 def test_notes_hold_nothing() -> None:
     """Being ready takes no memory: what eager lets go of is let go of."""
     peaks = []
-    for options in (Options(max_overhead=0.0, cost="analytic"), Options(max_overhead=0.0, cost="analytic", memory_limit=PLENTY)):
+    for options in (
+        Options(max_overhead=0.0, cost="analytic"),
+        Options(max_overhead=0.0, cost="analytic", memory_limit=PLENTY),
+    ):
         session = Session(options)
         train(CASES["transformer_lm"], session, every=True, steps=6)
         peaks.append(session.measured_peak)
@@ -219,7 +235,7 @@ def test_counter() -> None:
     assert abs(counter.live() - before) < 1 << 16
 
 
-@pytest.mark.parametrize("maps", [40, 24, 16])
+@pytest.mark.parametrize("maps", [40, 24, 18])
 def test_first_step_under_a_limit(maps: int) -> None:
     """The first step already stays under it, by dropping; it keeps some 70 feature maps otherwise."""
     model, x = tower()
@@ -245,7 +261,7 @@ def test_first_step_under_a_limit(maps: int) -> None:
 def test_infeasible_budget_is_said_before_the_second_step() -> None:
     model, x = tower()
     gc.collect()
-    budget = live_bytes(CPU) + 9 * MAP
+    budget = live_bytes(CPU) + 16 * MAP
     session = Session(Options(memory_budget=budget, memory_limit=budget, cost="analytic"))
     session.watch(model)
     try:
@@ -336,21 +352,25 @@ def test_failed_backward_then_on(when: int) -> None:
 REAL = """
 import resource, sys
 import torch
-import torch_echo
-from torch_echo.tape.session import Session
 from torch_echo.options import Options
+from torch_echo.tape.session import Session
+
 torch.set_num_threads(1)
 torch.manual_seed(0)
-ROWS, WIDTH, LAYERS = 32768, 64, 24
+ROWS, WIDTH, LAYERS = 140_000, 64, 10  # blocks of more than 32 MiB: each has pages of its own, so that there are no pieces
+how, file = sys.argv[1:]
+
 
 class Tower(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
     def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean()
+
 
 def step(model, x):
     for p in model.parameters():
@@ -358,45 +378,42 @@ def step(model, x):
     model(x).backward()
     return [p.grad.clone() for p in model.parameters()]
 
+
 model, x = Tower(), torch.randn(ROWS, WIDTH)
-eager = step(model, x)
-session = None
-if sys.argv[1] == "echo":
-    # A budget that would need no dropping: recipes are noted from the first step on, and the system says when it is full.
+if how == "free":
+    torch.save(step(model, x), file)
+    sys.exit()
+step(model, x[:64])
+if how == "echo":
     session = Session(Options(memory_budget="8GiB", cost="analytic"))
     session.watch(model)
-    step(model, x[:64])
-with open("/proc/self/status") as f:
-    data = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmData"))
-import ctypes
-ctypes.CDLL(None).malloc_trim(0)
-room = 14 * ROWS * WIDTH * 4
-block = torch.empty(1)
-soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-with open("/proc/self/status") as f:
-    data = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (data + room, hard))
+with open("/proc/self/status") as status:
+    data = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+room = 8 * ROWS * WIDTH * 4
+resource.setrlimit(resource.RLIMIT_DATA, (data + room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 try:
     real = step(model, x)
 except RuntimeError as error:
-    print("refused:", str(error)[:120])
+    print("refused:", str(error)[:150])
     sys.exit(3)
-assert all(torch.equal(a, b) for a, b in zip(eager, real))
-print("dropped", session._local.tape.freed)
+assert all(torch.equal(a, b) for a, b in zip(torch.load(file), real))
+print("dropped", session._local.tape.freed if how == "echo" else 0)
 """
 
 
-def run_real(how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(REAL), how]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def run_real(how: str, file: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", REAL, how, str(file)], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
-def test_system_refuses_memory() -> None:
+def test_system_refuses_memory(tmp_path: Path) -> None:
     """Under RLIMIT_DATA PyTorch's own allocator fails: without torch-echo that ends the step, with it the step is done."""
-    alone = run_real("plain")
+    gradients = tmp_path / "gradients.pt"
+    free = run_real("free", gradients)
+    assert free.returncode == 0, free.stderr
+    alone = run_real("alone", gradients)
     assert alone.returncode == 3, alone.stdout + alone.stderr
     assert "not enough memory" in alone.stdout or "can't allocate memory" in alone.stdout
-    rescued = run_real("echo")
+    rescued = run_real("echo", gradients)
     assert rescued.returncode == 0, rescued.stdout + rescued.stderr
     assert int(rescued.stdout.split()[-1]) > 0

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from sys import _getframe
 from time import perf_counter
 from typing import Any
@@ -252,8 +252,9 @@ class RescueTape(Tape):
                 failure = error
             wanted = max(2 * wanted, compat.bytes_wanted(failure))
             failure.__traceback__ = failure.__context__ = None  # which hold what the op has made
+            live = self.limit.learn()
             if (before is not None and not before.restore()) or not self.release(wanted):
-                self.failed(failure, self.limit.learn())
+                self.failed(failure, live)
                 raise failure
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -268,8 +269,9 @@ class RescueTape(Tape):
                 failure = error
             wanted = max(2 * wanted, compat.bytes_wanted(failure))
             failure.__traceback__ = failure.__context__ = None
+            live = self.limit.learn()
             if not self.release(wanted):
-                self.failed(failure, self.limit.learn())
+                self.failed(failure, live)
                 raise failure
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -550,8 +552,9 @@ class RescueTape(Tape):
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def reading(self, tensor: torch.Tensor, slot: Slot) -> None:
-        """See :class:`torch_echo.tape._recipe.Rescuer`. A kernel that makes a gradient makes one as large as what it reads."""
-        self._ahead(tensor.untyped_storage().nbytes(), {id(slot)})
+        """See :class:`torch_echo.tape._recipe.Rescuer`. A kernel that makes a gradient makes one as large as what it reads; twice
+        that is to be free, for memory is in pieces."""
+        self._ahead(2 * tensor.untyped_storage().nbytes(), {id(slot)})
 
     def rerun(self, recipe: Recipe, keep: bool, slot: Slot, later: Collection[Recipe]) -> None:
         """See :class:`torch_echo.tape._recipe.Rescuer`."""

@@ -571,8 +571,10 @@ class Session:
         self._backward_seen = True  # what is called next begins a new iteration
         limit.tighten()
         again = self._records < MAX_RECORDS
-        does = f"the next step is recorded and planned for {format_bytes(limit.plannable or 0)} at most" if again else (
-            "the next steps drop what the plan keeps where they must"
+        does = (
+            f"the next step is recorded and planned for {format_bytes(limit.plannable or 0)} at most"
+            if again
+            else ("the next steps drop what the plan keeps where they must")
         )
         text = (
             f"torch-echo: out of memory in the {where} pass with {format_bytes(live)} allocated"
@@ -625,7 +627,7 @@ class Session:
             return
         try:
             cost = get_cost_model(self.options.cost, self.device)
-            self.graph = build(recorder, cost)
+            self.graph = build(recorder, cost, self._optimizer_states())
             cost.save()
             self.graph.rerun_overhead = RERUN_SECONDS
             if self.device is None or self.device.type == "cpu":
