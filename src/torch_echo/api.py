@@ -64,6 +64,7 @@ def apply(
     on_infeasible: str = "raise",
     reorder: bool = False,
     strict: bool = False,
+    memory_limit: int | float | str | None = None,
 ) -> Handle:
     """Train `model` in less memory: feature maps of its forward pass are dropped and rebuilt in backward, bit-exactly.
 
@@ -76,7 +77,7 @@ def apply(
     (ISCA 2020). `cost`: op durations "measured" on this device or from an "analytic" model. `on_infeasible`: "raise"
     BudgetInfeasible from the model's call after planning, or use the plan with the "least" peak. `reorder`: also allow what
     computes the same sums in another order, so that results are equal up to rounding. `strict`: make an error of what would
-    be left to plain PyTorch with a warning.
+    be left to plain PyTorch with a warning. `memory_limit`: for tests, have allocations beyond it fail.
 
     Raises OptionError for bad options, UnsupportedDevice for devices other than CPU and CUDA.
     """
@@ -90,6 +91,7 @@ def apply(
         on_infeasible=on_infeasible,  # type: ignore[arg-type]
         reorder=reorder,
         strict=strict,
+        memory_limit=memory_limit,
     )
     session = Session(options, name="apply")
     session.watch(model)

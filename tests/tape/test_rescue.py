@@ -127,10 +127,10 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("nbytes", [1, 1 << 30], ids=["one", "all"])
 @pytest.mark.parametrize("name", FEW)
-def test_faults(name: str, nbytes: int) -> None:
-    """A sample of allocations fails: every bit is as in plain PyTorch. `all`: all that can be dropped is."""
+def test_faults(name: str) -> None:
+    """A sample of allocations fails: every bit is as in plain PyTorch. In every second model all that can be dropped is."""
+    nbytes = 1 << 30 * (FEW.index(name) % 2)
     rng = random.Random(f"{name} {nbytes}")
     faults = Faults(set(rng.sample(range(1500), 40)), set(rng.sample(range(100), 30)), nbytes, seed=1)
     trace, session = with_faults(name, faults)
