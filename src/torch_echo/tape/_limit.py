@@ -50,6 +50,18 @@ class Limit:
         """Bytes left; None if that is not known."""
         return None if self.nbytes is None else self.nbytes - self.live()
 
+    def short(self, nbytes: int) -> int:
+        """So many bytes will be wanted soon: how many of them are not there, 0 if none. Looks only where what was wanted since the
+        last look may have filled what was left."""
+        if self.nbytes is None:
+            return 0
+        self._bound += nbytes
+        if self._bound <= self.nbytes:
+            return 0
+        missing = self.live() + nbytes - self.nbytes
+        self._bound += nbytes
+        return max(0, missing)
+
     def learn(self) -> int:
         """An allocation has failed. Returns how many bytes were there."""
         live = self.live()

@@ -577,10 +577,10 @@ class RescueTape(Tape):
 
     def _ahead(self, nbytes: int, busy: Collection[int]) -> None:
         """So much will be wanted soon."""
-        room = self.limit.room()
-        if room is None or room >= nbytes:
+        short = self.limit.short(nbytes)
+        if not short:
             return
-        self.release(nbytes - room, busy)
+        self.release(short, busy)
         room = self.limit.room()
         if self.limit.enforced and room is not None and room < 0:
             raise compat.out_of_memory(-room, "memory_limit is reached in the backward pass.")

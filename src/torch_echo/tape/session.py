@@ -733,6 +733,7 @@ class Session:
         before = Passes.rescue
         if isinstance(local.tape, RescueTape):
             Passes.rescue = local.tape
+            local.tape.limit.live()  # a look, from which on it is counted what backward takes
         return before, self.lift()
 
     def after_backward(self, state: Any) -> None:
