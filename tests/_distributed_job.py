@@ -254,7 +254,9 @@ def train(case: Case, taped: bool) -> dict[str, Any]:
         if handle is not None:
             session, summary = handle._session, handle.summary()
             assert session.graph is not None and session.plan is not None
-            names = class_names(session.graph, session._codes)
+            heaviest = session.kinds.heaviest
+            assert heaviest is not None
+            names = class_names(session.graph, heaviest.codes)
             graph, dropped = session.graph, session.plan.dropped
             makers = [graph.ops[graph.values[v].producer] for v in dropped]
             found |= {
@@ -265,7 +267,7 @@ def train(case: Case, taped: bool) -> dict[str, Any]:
                 "replayed": session.plan.peak,
                 "eager": session.plan.base_peak,
                 "ranks": summary.ranks,
-                "records": session._records,
+                "records": heaviest.records,
                 "rank_peaks": summary.rank_peaks,
                 "rebuilt": sorted({op.name for op in makers}),
             }

@@ -218,7 +218,7 @@ class TestPlans:
         torch.manual_seed(0)
         trunk, heads = (
             net(),
-            [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.GELU(), nn.Linear(64, 8)) for _ in range(2)],
+            [nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.GELU(), nn.Linear(512, 8)) for _ in range(2)],
         )
         session = Session(Options(max_overhead=100.0, cost="analytic"))
         session.watch_all()

@@ -30,8 +30,9 @@ def recorded(batch: int = 16, layers: int = 3) -> tuple[Any, dict[int, Any]]:
         for _ in range(4):
             step(model, batch)
         session = handle._session
-    assert session.graph is not None
-    return session.graph, session._codes
+    kind = session.kinds.heaviest
+    assert kind is not None and kind.graph is not None
+    return kind.graph, kind.codes
 
 
 class World:
