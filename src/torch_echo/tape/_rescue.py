@@ -324,7 +324,7 @@ class RescueTape(Tape):
         """See :class:`Tape`. Once rebuilt, it may be dropped again."""
         note = None
         leaves = [a for a in (*recipe.args, *recipe.kwargs.values()) if type(a) is Leaf]
-        if recipe.generator is None and all(leaf.key in self.trusted for leaf in leaves):
+        if recipe.generator is None and recipe.scope is None and all(leaf.key in self.trusted for leaf in leaves):
             note = Note(recipe.func, recipe.rule, recipe.args, recipe.kwargs, recipe.order)
             note.reuses, note.seconds = recipe.reuses, recipe.seconds
         soft = Soft(note, index, tensor, version)
@@ -349,7 +349,7 @@ class RescueTape(Tape):
 
     def _note(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Note | None:
         """How an op runs; None if it can't be run again, or something that it reads can't be named."""
-        if rule.keep or rule.random or rule.shape_only:
+        if rule.keep or rule.random or rule.shape_only or self.gathered:  # notes know no scopes of gathered parameters
             return None
         if rule.rerun is not None:
             func, args = rule.rerun(func, args)
@@ -390,7 +390,7 @@ class RescueTape(Tape):
 
     def _refer(self, arg: Any) -> Any:
         """See :class:`Tape`. What a recipe reads is pinned, and may be dropped in its turn."""
-        if type(arg) is not torch.Tensor:
+        if type(arg) is not torch.Tensor or self.gathered:
             return super()._refer(arg)
         key = compat.storage_key(arg)
         slot = self.slots.get(key)

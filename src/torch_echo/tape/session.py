@@ -575,6 +575,8 @@ class Session:
 
     def _over(self, begins: bool) -> bool:
         """Is the iteration complete, unless one more backward pass comes? `begins`: a root is called."""
+        if self._broken:
+            return True  # it ran out of memory, and what comes is another
         if not self._passes or not self._running:
             return not self._running
         recorder = self._recorder
