@@ -818,6 +818,12 @@ def unknown_size(like: torch.Tensor, likely: Any) -> Any:
 _PATH_NOISE = re.compile(r"^L\['\w+'\]|\._modules|\['|'\]|\[\"|\"\]|_orig_mod")
 
 
+def node_count(module: fx.GraphModule) -> int:
+    """Nodes of a graph, with those of the graphs that it calls."""
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    return sum(len(graph.nodes) for graph in graphs)
+
+
 def node_name(node: fx.Node) -> str:
     """Name of the op that a node calls, as ``aten::name``."""
     target = node.target

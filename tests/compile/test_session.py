@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from tests.compile.test_eager import peak
+from tests.compile.test_share import session
+from tests.tape.harness import bits
+from torch import Tensor, nn
+
+from torch_echo.compile import _backends, plans
+from torch_echo.compile._backends import Compiling
+from torch_echo.errors import CaptureError
 
 SCRIPT = """
 import copy, pickle
@@ -146,3 +158,125 @@ print(type(net.first).__name__, sum(p.double().sum().item() for p in net.paramet
     assert found.stdout == run(script).stdout
     assert "6 training steps" in found.stderr
     assert "2 compiled graphs" in found.stderr
+
+
+class Decoder(nn.Module):
+    """Attention over time, a loop that Dynamo unrolls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.query, self.out = nn.LSTMCell(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, memory: Tensor) -> Tensor:
+        h = c = memory.new_zeros(memory.shape[0], 32)
+        out = []
+        for _ in range(12):
+            scores = torch.tanh(self.query(h).unsqueeze(1) + memory).sum(-1)
+            context = torch.bmm(scores.softmax(-1).unsqueeze(1), memory).squeeze(1)
+            h, c = self.cell(torch.cat([nn.functional.dropout(h, 0.1), context], -1), (h, c))
+            out.append(self.out(self.norm(h)))
+        return torch.stack(out)
+
+
+class Halves(nn.Module):
+    """What runs before the loop is compiled, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(40), nn.Dropout(0.1)), Decoder()
+
+    def forward(self, memory: Tensor) -> Tensor:
+        memory = self.first(memory)
+        torch._dynamo.graph_break()
+        return self.second(memory)
+
+
+class TestLargeGraphs:
+    """A root whose graph is too large to compile is handed to the tape."""
+
+    @pytest.fixture(autouse=True)
+    def small_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CXX", "no-compiler-of-this-name")
+        monkeypatch.setitem(_backends.COMPILING, "echo_eager", Compiling(0.02, 60))
+
+    @staticmethod
+    def train(make: Callable[[], nn.Module], rows: int = 16) -> tuple[list[Tensor], int]:
+        """Losses, state and random numbers after eight steps, and the peak of a ninth."""
+        torch._dynamo.reset()
+        gc.collect()
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.Adam(model.parameters())
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = model(torch.randn(rows, 40, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        found = [*losses, *(t.clone() for t in model.state_dict().values()), torch.rand(3)]
+        optimizer.zero_grad()
+        memory = torch.randn(rows, 40, 32)
+        return found, peak(lambda: model(memory).square().mean().backward())
+
+    @pytest.mark.parametrize("make", [Decoder, Halves])
+    def test_trained_by_the_tape_to_the_bit(self, make: Callable[[], nn.Module]) -> None:
+        plain, before = self.train(make)
+        with session(max_overhead=0.5) as handed:
+            found, after = self.train(make)
+            summary = handed.summary()
+        for a, b in zip(found, plain, strict=True):
+            assert (bits(a) == bits(b)).all()
+        assert after < 0.8 * before
+        assert (summary.steps, summary.compiled_graphs) == (9, 0)
+        assert summary.predicted_peak is not None and summary.eager_peak is not None
+        assert summary.predicted_peak < summary.eager_peak
+        (reason,) = [why for what, why, _ in summary.unhandled if "tape" in why]
+        assert re.match(r"run by the tape engine: it is a graph of \d+ ops, to be compiled in about 1 minute", reason)
+
+    def test_other_roots_are_compiled(self) -> None:
+        model = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Tanh()), Decoder()])
+
+        def losses() -> list[float]:
+            torch.manual_seed(0)
+            found = []
+            for _ in range(6):
+                loss = model[1](model[0](torch.randn(16, 40, 32))).square().mean()
+                loss.backward()
+                found.append(loss.item())
+            return found
+
+        plain, before = losses(), nn.Module.__call__
+        model.zero_grad()
+        model[1].norm.reset_running_stats()
+        with session(max_overhead=0.5) as handed:
+            assert losses() == plain
+            summary = handed.summary()
+        assert len(plans) == 1  # once: handing over the other changes nothing for it
+        assert any(layer.startswith("Decoder") for layer, _, _ in summary.rebuilt)
+        assert nn.Module.__call__ is before
+
+    def test_several_share_one_tape(self) -> None:
+        first, second = Decoder(), Decoder()
+        with session(max_overhead=0.5) as handed:
+            for _ in range(7):
+                out = first(torch.randn(16, 40, 32)).square().mean()
+                (out + second(torch.randn(16, 40, 32)).square().mean()).backward()
+            summary = handed.summary()
+            assert handed.graph is not None
+            layers = {op.layer.split(".")[0] for op in handed.graph.ops}
+        assert {"Decoder", "Decoder#2"} <= layers
+        assert len([why for _, why, _ in summary.unhandled if "tape engine" in why]) == 1
+
+    def test_an_error_with_strict(self) -> None:
+        with session(strict=True), pytest.raises(CaptureError, match=r"Decoder is a graph of \d+ ops"):
+            Decoder()(torch.randn(16, 40, 32))
+
+    def test_in_the_users_own_compilation_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()
+        monkeypatch.setitem(_backends.COMPILING, "echo", Compiling(0.1, 2))
+        layer = nn.Linear(4, 4)
+        with pytest.warns(UserWarning, match=r"Inductor was given a graph of \d+ ops"):
+            torch.compile(layer, backend="echo")(torch.randn(2, 4)).sum().backward()
+        assert len(plans) == 1

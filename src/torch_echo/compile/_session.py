@@ -4,6 +4,9 @@ A root is a module that is called for training from outside of any other. Its ca
 itself, its class, state and pickle are as ever. Evaluation, and what is compiled already, are left alone. The script's own code
 between a root's call and ``backward`` is not compiled.
 
+Where a root's graph is so large that compiling would take minutes (a loop over time, unrolled), the root is handed to the tape
+engine: the call in which that turns out is plain PyTorch, those after it are the tape's.
+
 A step may have several graphs, of several roots or between graph breaks. When the second step begins all are known, as is what the
 optimizer keeps: they are planned together then, and compiled once more if that is worth it.
 """
@@ -17,19 +20,22 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from torch_echo import compat
-from torch_echo.compile._backends import refuse_limit, sharing
+from torch_echo.compile._backends import COMPILING, echo, echo_eager, limited, refuse_limit, sharing
 from torch_echo.compile._partition import left, plans
 from torch_echo.compile._share import Shared
+from torch_echo.errors import CaptureError, UnsupportedDevice
 from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options, refuse_check
 from torch_echo.report.summary import Summary, rebuilt_by_layer
+from torch_echo.tape.session import Session
 
 __all__ = ["CompileSession"]
 
@@ -64,22 +70,30 @@ class CompileSession:
         self._shared = Shared()
         self._since = 0
         """The first of `plans` that is in force."""
+        self._large: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Roots that a graph too large to compile was met in, in the call under way."""
+        self._tape: Session | None = None
+        """Of the roots that were handed to it."""
+        self._inner = compat.module_call()
+        """What a module's call is beneath ours."""
         self._local = _Local()
         self._undo: list[Callable[[], None]] = []
 
     @property
     def graph(self) -> TrainingGraph | None:
-        """That of the last graph that was compiled."""
+        """The tape's, if roots were handed to it, or that of the last graph that was compiled."""
+        if self._tape is not None and self._tape.graph is not None:
+            return self._tape.graph
         return plans[-1].graph if plans else None
 
     def watch_all(self) -> None:
         """Take in every module that is called for training outside of any other."""
-        original = compat.module_call()
+        original = self._inner = compat.module_call()
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return original(module, *args, **kwargs)
-            return self._call(original, module, args, kwargs)
+            return self._call(self._inner, module, args, kwargs)
 
         compat.set_module_call(call)
         self._undo.append(lambda: compat.set_module_call(original))
@@ -92,7 +106,7 @@ class CompileSession:
 
     def summary(self) -> Summary:
         """What was done; for the whole step where its graphs were planned together, else the largest graph's peak and the sum of
-        all times."""
+        all times. If roots were handed to the tape, peaks are those of the step that it planned, times its and the graphs'."""
         s = Summary(steps=self.steps, unhandled=[*self.notes, *(("graph", reason, "") for reason in left)])
         made = plans[self._since :]
         if made:
@@ -108,7 +122,7 @@ class CompileSession:
             s.eager_peak, s.predicted_peak = step.base_peak, step.peak
             s.extra_seconds, s.step_seconds = step.extra_seconds, step.step_seconds
             s.plan_notes += [step.note] if step.note else []
-        return s
+        return s if self._tape is None else _merged(s, self._tape.summary())
 
     def _call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         local = self._local
@@ -126,6 +140,9 @@ class CompileSession:
             return original(module, *args, **kwargs) if compiled is None else compiled(module, args, kwargs)
         finally:
             local.inside = False
+            if module in self._large:
+                self._large.discard(module)
+                self._hand_over(module)
 
     def _compile(self, module: torch.nn.Module) -> Callable[..., Any] | None:
         if compat.is_compiled(module):
@@ -140,11 +157,49 @@ class CompileSession:
         code = _root.__code__.replace(co_name=f"{type(module).__name__}_root")
         function = types.FunctionType(code, _root.__globals__)
         if self.options.policy == "echo":
-            given: dict[str, Any] = {"backend": sharing(self.options, self._shared, inductor=backend == "echo")}
+            run = sharing(self.options, self._shared, inductor=backend == "echo")
         else:
-            given = {"backend": backend, "options": asdict(self.options)}
-        compiled: Callable[..., Any] = torch.compile(function, **given)
+            run = partial(echo if backend == "echo" else echo_eager, options=asdict(self.options))
+        known = weakref.ref(module)  # the key of a dictionary whose value holds the backend
+
+        def told(nodes: int) -> None:
+            self._met_large(
+                known(), f"{COMPILING[backend].told(nodes)} (at most {COMPILING[backend].limit:,} are compiled)"
+            )
+
+        compiled: Callable[..., Any] = torch.compile(function, backend=limited(run, COMPILING[backend].limit, told))
         return compiled
+
+    def _met_large(self, module: torch.nn.Module | None, reason: str) -> None:
+        if module is None or module in self._large:
+            return
+        if self.options.strict:
+            raise CaptureError(f"{type(module).__name__} is {reason}")
+        note = (type(module).__name__, f"run by the tape engine: it is {reason}", "")
+        if note not in self.notes:
+            self.notes.append(note)
+        self._large.add(module)
+
+    def _hand_over(self, module: torch.nn.Module) -> None:
+        """To the tape, beneath ours: Dynamo, which guards what a module's call is, would compile other roots once more."""
+        self._compiled[module] = None
+        self._shared.leave()  # what the tape keeps is not known to graphs
+        if not any(self._compiled.values()):
+            self._since = len(plans)
+        if self._tape is None:
+            self._tape = Session(self.options, name=self.name, on_event=self.on_event)
+            self._undo.append(self._tape.close)
+        ours = compat.module_call()
+        compat.set_module_call(self._inner)
+        try:
+            self._tape.watch(module)
+        except (CaptureError, UnsupportedDevice) as error:
+            if self.options.strict:
+                raise
+            self.notes.append((type(module).__name__, str(error), ""))
+        finally:
+            self._inner = compat.module_call()
+            compat.set_module_call(ours)
 
     def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -163,6 +218,22 @@ class CompileSession:
             self._since = len(plans)
             for again in [m for m, compiled in self._compiled.items() if compiled is not None]:
                 del self._compiled[again]
+
+
+def _merged(graphs: Summary, tape: Summary) -> Summary:
+    """What was done in compiled graphs, and by the tape in the roots that were handed to it."""
+    unhandled = [*graphs.unhandled, *tape.unhandled]
+    if tape.predicted_peak is None:
+        return replace(graphs, unhandled=unhandled)
+    return replace(
+        tape,
+        steps=graphs.steps,
+        unhandled=unhandled,
+        extra_seconds=(tape.extra_seconds or 0.0) + (graphs.extra_seconds or 0.0),
+        step_seconds=(tape.step_seconds or 0.0) + (graphs.step_seconds or 0.0),
+        rebuilt=sorted([*tape.rebuilt, *graphs.rebuilt], key=lambda layer: -layer[1]),
+        plan_notes=[*graphs.plan_notes, *tape.plan_notes],
+    )
 
 
 def _backend(module: torch.nn.Module) -> tuple[str, str]:

@@ -205,7 +205,8 @@ def install(owner: Owner, watch_all: bool) -> None:
             _undo.append(compat.wrap_hooks_disabled(_wrap_hooks_disabled))
             _undo.append(register_optimizer_step_pre_hook(_before_step).remove)
             _undo.append(register_optimizer_step_post_hook(_after_step).remove)
-        owners.append(owner)
+        if owner not in owners:
+            owners.append(owner)
         if watch_all:
             watchers.append(owner)
 

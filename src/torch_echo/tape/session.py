@@ -631,7 +631,11 @@ class Session:
         kind = self._guess((first.key,))
         if self._in_force is not None and self._in_force.installed is not None:
             self._in_force.installed.reset()
-        if not free or kind is None:
+        if not free:
+            return
+        if kind is None:
+            if not self.warm_up and len(self.kinds.planned) < MOST_KINDS:
+                self._start_recording(StepKind((first.key,)))
             return
         if kind.plan is not None and kind.outgrown(first, self._growth):
             kind.due = True
