@@ -261,8 +261,8 @@ def test_first_step_under_a_limit(maps: int) -> None:
 def test_infeasible_budget_is_said_before_the_second_step() -> None:
     model, x = tower()
     gc.collect()
-    budget = live_bytes(CPU) + 16 * MAP
-    session = Session(Options(memory_budget=budget, memory_limit=budget, cost="analytic"))
+    live = live_bytes(CPU)
+    session = Session(Options(memory_budget=live + 12 * MAP, memory_limit=live + 16 * MAP, cost="analytic"))
     session.watch(model)
     try:
         tower_step(model, x)

@@ -552,9 +552,9 @@ class RescueTape(Tape):
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def reading(self, tensor: torch.Tensor, slot: Slot) -> None:
-        """See :class:`torch_echo.tape._recipe.Rescuer`. A kernel that makes a gradient makes one as large as what it reads; twice
-        that is to be free, for memory is in pieces."""
-        self._ahead(2 * tensor.untyped_storage().nbytes(), {id(slot)})
+        """See :class:`torch_echo.tape._recipe.Rescuer`. A kernel that makes a gradient makes one as large as what it reads. Twice
+        that is to be free, for a real device's memory is in pieces."""
+        self._ahead((1 if self.limit.enforced else 2) * tensor.untyped_storage().nbytes(), {id(slot)})
 
     def rerun(self, recipe: Recipe, keep: bool, slot: Slot, later: Collection[Recipe]) -> None:
         """See :class:`torch_echo.tape._recipe.Rescuer`."""
