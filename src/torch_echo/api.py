@@ -67,6 +67,7 @@ def apply(
     reorder: bool = False,
     check: bool = False,
     strict: bool = False,
+    memory_limit: int | float | str | None = None,
 ) -> Handle:
     """Train `model` in less memory: feature maps of its forward pass are dropped and rebuilt in backward, bit-exactly.
 
@@ -80,7 +81,8 @@ def apply(
     BudgetInfeasible from the model's call after planning, or use the plan with the "least" peak. `reorder`: also allow what
     computes the same sums in another order, so that results are equal up to rounding. `check`: compare one step under the plan with
     plain PyTorch (`summary().comparison`); if it differs, a warning says where, and training is left to plain PyTorch. `strict`:
-    make an error of what would be left to plain PyTorch with a warning.
+    make an error of what would be left to plain PyTorch with a warning. `memory_limit`: for tests,
+    have allocations beyond it fail.
 
     Raises OptionError for bad options, UnsupportedDevice for devices other than CPU and CUDA, CaptureError for a model wrapped in
     FullyShardedDataParallel.
@@ -96,6 +98,7 @@ def apply(
         reorder=reorder,
         check=check,
         strict=strict,
+        memory_limit=memory_limit,
     )
     session = Session(options, name="apply")
     session.watch(model)

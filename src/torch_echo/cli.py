@@ -72,6 +72,9 @@ def _cli() -> None:
     "--check", is_flag=True, default=None, help="Compare one step under the plan with plain PyTorch, to the bit."
 )
 @click.option(
+    "--memory-limit", metavar="SIZE", help="For tests: allocations beyond this fail, as on a device that has no more."
+)
+@click.option(
     "--strict", is_flag=True, default=None, help="What can't be handled is an error, not left to plain PyTorch."
 )
 @click.option(

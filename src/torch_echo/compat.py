@@ -231,6 +231,11 @@ def sole_owner(tensor: torch.Tensor) -> bool:
     return _storage_uses(tensor) == _USES_OF_ONE
 
 
+def owned(tensor: torch.Tensor, owners: int) -> bool:
+    """Are there no more than so many tensors on the storage of `tensor`?"""
+    return _storage_uses(tensor) <= _USES_OF_ONE - 1 + owners
+
+
 def guard_storage(storage: torch.UntypedStorage) -> int:
     """The storage's key, which no other storage gets until it is given to `release_storage`. Its bytes are not kept."""
     key: Any = storage._weak_ref()
@@ -304,6 +309,16 @@ def version_token(tensor: torch.Tensor) -> torch.Tensor:
         empty = _EMPTY.get((token.dtype, token.device))
         token.data = _empty(token) if empty is None else empty
         return token
+    finally:
+        del guard
+
+
+def strip(tensor: torch.Tensor) -> None:
+    """Have `tensor` let go of its memory; its version counter stays that of the tensors that it was an alias of."""
+    guard = no_dispatch()
+    try:
+        empty = _EMPTY.get((tensor.dtype, tensor.device))
+        tensor.data = _empty(tensor) if empty is None else empty
     finally:
         del guard
 
@@ -589,6 +604,36 @@ def gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs
                 yield from parameter._unsharded_inner_tensors
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------------------
+
+_FAILED_ALLOCATION = re.compile(
+    r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|DefaultMobileCPUAllocator|bad allocation|std::bad_alloc"
+    r"|CUDA out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED"
+)
+_WANTED = re.compile(r"allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Is it what PyTorch raises when an allocation on a device fails?"""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _FAILED_ALLOCATION.search(str(error)) is not None
+
+
+def bytes_wanted(error: BaseException) -> int:
+    """What the allocation that failed was to be, if the message says so; else 1."""
+    match = _WANTED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match is not None else 1
+
+
+def out_of_memory(nbytes: int, why: str) -> Exception:
+    """What PyTorch raises when the allocation of so many bytes fails."""
+    return torch.OutOfMemoryError(
+        f"DefaultCPUAllocator: not enough memory: you tried to allocate {nbytes} bytes. {why}"
+    )
 
 
 # --- memory events -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,10 @@ class Options:
     memory_budget: int | float | str | None = None
     """Peak to stay under in each process, everything on the device included: bytes, "8GiB", or a fraction of the device's
     memory (on CPU, of this process's part of the machine's). The plan with the least extra time that fits is taken."""
+    memory_limit: int | float | str | None = None
+    """Have allocations fail beyond this, as if the device had no more: given as `memory_budget` is. For tests, on a CPU above
+    all, where PyTorch's allocator knows no limit. It is checked after each op of a taped forward pass, and in backward whenever
+    a saved tensor is read. Of the tape engine."""
     max_overhead: float | None = None
     """Fraction of a step's time that rebuilding may add, at least 0. The plan with the least memory is taken.
     0.05 where neither this nor a budget is set."""
@@ -49,8 +53,9 @@ class Options:
     """Make an error of what can't be handled, instead of running it as plain PyTorch with a warning."""
 
     def __post_init__(self) -> None:
-        if self.memory_budget is not None:
-            _check_budget(self.memory_budget)
+        for name in ("memory_budget", "memory_limit"):
+            if getattr(self, name) is not None:
+                _check_budget(name, getattr(self, name))
         if self.max_overhead is not None:
             _check_overhead(self.max_overhead)
         if self.memory_budget is not None and self.max_overhead is not None:
@@ -91,6 +96,14 @@ class Options:
     def budget_bytes(self, device: torch.device) -> int | None:
         """The memory budget in bytes on `device`; None without one."""
         return self.budget_for(device_memory(device) if self.memory_budget is not None else None)
+
+    def limit_bytes(self, device: torch.device) -> int | None:
+        """The simulated limit in bytes on `device`; None without one."""
+        return (
+            None
+            if self.memory_limit is None
+            else parse_budget(self.memory_limit, device_memory(device), "memory_limit")
+        )
 
     def budget_for(self, device_memory: int | None) -> int | None:
         """The memory budget in bytes on a device with so much memory (None: not known); None without a budget."""
@@ -150,12 +163,10 @@ def _check_overhead(value: object) -> None:
         _reject("max_overhead", value, allowed)
 
 
-def _check_budget(value: object) -> None:
+def _check_budget(option: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        _reject(
-            "memory_budget", value, 'bytes, a size as in "8GiB", or a fraction of the device\'s memory between 0 and 1'
-        )
-    parse_budget(value, 1 << 40)
+        _reject(option, value, 'bytes, a size as in "8GiB", or a fraction of the device\'s memory between 0 and 1')
+    parse_budget(value, 1 << 40, option)
 
 
 def _number(option: str, text: str) -> float:

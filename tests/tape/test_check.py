@@ -56,7 +56,7 @@ def trainer(kind: Callable[[], nn.Module] | None = None) -> tuple[nn.Module, Cal
 @pytest.fixture
 def broken_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout whose re-run draws another mask."""
-    monkeypatch.setattr(_mode, "_generator", lambda args, kwargs: None)
+    monkeypatch.setattr(_mode, "generator_of", lambda args, kwargs: None)
 
 
 OPTIONS: dict[str, Any] = {"max_overhead": 10.0, "cost": "analytic"}

@@ -142,7 +142,15 @@ def parse(given: dict[str, Any] | None) -> Options:
     unknown = set(given or {}) - known
     if unknown:
         raise OptionError(f"options {sorted(unknown)}: must be among {sorted(known)}")
-    return Options(**(given or {}))
+    options = Options(**(given or {}))
+    refuse_limit(options)
+    return options
+
+
+def refuse_limit(options: Options) -> None:
+    """Raises OptionError for a simulated limit: nobody watches the ops of a compiled graph."""
+    if options.memory_limit is not None:
+        raise OptionError(f"memory_limit={options.memory_limit!r}: of eager PyTorch only, not of torch.compile")
 
 
 def _ours(backend: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
-from torch_echo.compile._backends import COMPILING, echo, echo_eager, limited, sharing
+from torch_echo.compile._backends import COMPILING, echo, echo_eager, limited, refuse_limit, sharing
 from torch_echo.compile._partition import left, plans
 from torch_echo.compile._share import Shared
 from torch_echo.errors import CaptureError, UnsupportedDevice
@@ -56,6 +56,7 @@ class CompileSession:
         self, options: Options, *, name: str = "session", on_event: Callable[[str], None] | None = None
     ) -> None:
         refuse_check(options)
+        refuse_limit(options)
         self.options = options
         self.name = name
         self.on_event = on_event or (lambda _: None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -61,8 +62,9 @@ class _Walk:
     """Those packed so far, by value."""
 
 
-def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
-    """The training graph of the iteration that `recorder` watched.
+def build(recorder: Recorder, cost: CostModel | None = None, states: Iterable[torch.Tensor] = ()) -> TrainingGraph:
+    """The training graph of the iteration that `recorder` watched. `states`: what optimizers keep; made in this iteration, it is
+    there from the start in all later ones.
 
     Ops get the seconds of `cost`, or what they took while watched. Raises CaptureError if marks and allocations don't match.
     """
@@ -175,6 +177,10 @@ def build(recorder: Recorder, cost: CostModel | None = None) -> TrainingGraph:
     _link_readers(graph, forward_ops)
     _classify(graph, walk, recorder, forward_ops)
     graph.base_bytes = max(0, recorder.base_bytes - sum(s.nbytes for s in graph.storages if s.alloc < 0))
+    for state in states:
+        block = walk.open.get(state.untyped_storage().data_ptr())
+        if block is not None:
+            graph.storages[block].alloc = -1
     graph.step_seconds = sum(op.seconds for op in graph.ops)
     graph.meta = {"device": str(recorder.device), "torch": torch.__version__, "engine": "tape"}
     if recorder.device.type == "cuda":

@@ -285,12 +285,6 @@ class CheckedTape(Tape):
         self.trusted, self.gathered = like.trusted, like.gathered
         self._latest: CheckedRecipe | None = None
 
-    def plain(self) -> Tape:
-        """The tape for the iterations after."""
-        tape = Tape(self.reorder)
-        tape.trusted, tape.gathered = self.trusted, self.gathered
-        return tape
-
     def recipe(self, func: Any, rule: Rule, order: int) -> Recipe:
         """See :class:`Tape`."""
         self._latest = CheckedRecipe(self.check, func, rule, order)

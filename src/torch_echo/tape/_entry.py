@@ -45,6 +45,9 @@ class Owner(Protocol):
     def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
+    def failed(self, error: BaseException) -> None:
+        """The engine, or a call, ended with this error."""
+
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
 
@@ -124,6 +127,10 @@ def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with CollectorPause():
                 return original(outputs, *args, **kwargs)
+        except BaseException as error:
+            for owner in owners:
+                owner.failed(error)
+            raise
         finally:
             Passes.end(keep)
             for owner, state in reversed(states):

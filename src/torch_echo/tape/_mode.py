@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Collection, Iterable
 from sys import _getframe, getrefcount
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ from torch_echo.tape._recipe import (
 from torch_echo.tape._scope import Gathered, Scope
 from torch_echo.tape._stack import Site, Stackable, overwritten, unpack
 
-__all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "unpack"]
+__all__ = ["OFF", "Decision", "Dropped", "Table", "Tape", "generator_of", "gone", "next_order", "unpack"]
 
 
-_order = itertools.count().__next__
+next_order = itertools.count().__next__
+"""Numbers for ops, in the order in which they run."""
 
 
 class Decision:
@@ -130,13 +132,13 @@ class Dropped:
 
     def __del__(self) -> None:
         if self.view is not None:  # never read
-            self.view.slot.readers -= 1
+            self.view.slot.done()
 
     def carry_over(self, slot: Slot | None, tensor: torch.Tensor) -> None:
         """The storage has been overwritten elsewhere than here: read the new version, a dropped one or `tensor`'s."""
         view = self.view
         assert view is not None
-        view.slot.readers -= 1
+        view.slot.done()
         if slot is not None:
             view.slot = slot
             slot.readers += 1
@@ -156,11 +158,13 @@ class Dropped:
         slot = view.slot
         with compat.below_autograd():
             tensor = view.of(rebuild(slot))
+            if Passes.rescue is not None:
+                Passes.rescue.reading(tensor, slot)
         if Passes.running and not Passes.keeping:
             # The node releases this handle when it has run. Until then the tensor lives as it would in eager PyTorch;
             # the slot is left to its other readers.
             self.tensor, self.view = tensor, None
-            slot.readers -= 1
+            slot.done()
         return tensor
 
 
@@ -211,8 +215,14 @@ class Tape(Stackable):
         """Storages that change only where a version tells, although NumPy may have been shown them: parameters."""
         self.pinned: dict[int, list[weakref.ref[Leaf]]] = {}
         """Leaves of recipes, by storage: to be copied before an op overwrites them."""
+        self.seconds = -1.0
+        """What the last op took, where that is of interest."""
         self.table = OFF
         """Decisions for the module call whose code is running."""
+        self.rescued: set[int] = set()
+        """Storages that were dropped after all, or pinned for that, since a recorder began. See ``_rescue``."""
+        self.watching = False
+        """Is all that runs to be seen, whatever the tables say?"""
         self.pure: set[int] = set()
         """Ops met so far that write none of their arguments, by identity."""
         self.scopes: list[Scope] = []
@@ -235,6 +245,10 @@ class Tape(Stackable):
         self.gate.doors, self.gate.other = table.doors, table.other
         self.switch(table.mode, table.hooks, table.gate)
 
+    def touches(self, key: int) -> bool:
+        """Is the content of this storage dropped, or read by a recipe?"""
+        return key in self.slots or key in self.pinned
+
     def opening(self, place: Place, code: Any, turn: int, needs: int) -> tuple[bool, bool] | None:
         """See :class:`Stackable`."""
         before = mode, hooks = self.mode_on, self.hooks_on  # on where they could not be taken off from under others
@@ -246,7 +260,7 @@ class Tape(Stackable):
         if not self.slots and not self.pinned:
             return False
         keys = [compat.storage_key(t) for _, t in tensors_in(args, kwargs)]
-        return any(key in self.slots or key in self.pinned for key in keys)
+        return any(self.touches(key) for key in keys)
 
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run an op called at `site` of the module that is running."""
@@ -256,6 +270,14 @@ class Tape(Stackable):
             if mask:
                 return self._drop(func, args, kwargs or NO_KWARGS, mask)
         return self._keep(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that is dropped."""
+        return func(*args, **kwargs)
+
+    def new_slot(self, recipe: Recipe, index: int, tensor: torch.Tensor, version: int) -> Slot:
+        """The slot of a value of an op that is dropped, the recipe's output `index`."""
+        return Slot(recipe, tensor, version)
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose outputs are kept."""
@@ -279,7 +301,7 @@ class Tape(Stackable):
         again = (func, args) if rule.rerun is None else rule.rerun(func, args)
         if rule.shape_only:
             again = _creation(func, args, kwargs)
-        recipe = self.recipe(again[0], rule, _order())
+        recipe = self.recipe(again[0], rule, next_order())
         recipe.scope = scope
         recipe.args = tuple([self._refer(a) for a in again[1]])
         if rule.shape_only:
@@ -287,19 +309,20 @@ class Tape(Stackable):
         elif kwargs:
             recipe.kwargs = {k: self._refer(a) for k, a in kwargs.items()}
         if rule.random:
-            recipe.generator = _generator(args, kwargs)
+            recipe.generator = generator_of(args, kwargs)
             if recipe.generator is not None:
                 with Passes.unseen():
                     recipe.state = recipe.generator.get_state()
         old = self._before_write(rule, args, kwargs) if writes else ()
         loose = any(slot.loose for slot in old)
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
+        recipe.seconds = self.seconds
         recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)
         for j, tensor in enumerate(written(rule, args, kwargs, out)):
             if mask >> j & 1 and type(tensor) is torch.Tensor and not tensor.is_nested:
                 in_place = bool(writes) and any(t is tensor for p, t in tensors_in(args, kwargs) if p in writes)
                 # An in-place op's version is counted above the level at which the tape sees it, after it returns.
-                slot = Slot(recipe, tensor, tensor._version + in_place)
+                slot = self.new_slot(recipe, j, tensor, tensor._version + in_place)
                 slot.loose = in_place and loose
                 recipe.outputs[j] = weakref.ref(slot)
                 self.slots[slot.key] = slot
@@ -396,7 +419,7 @@ class Tape(Stackable):
             self._spare(key)
             slot = self.slots.pop(key, None)
             if slot is not None:
-                slot.alive = _gone
+                slot.alive = gone
                 if rule.silent:
                     slot.tensor = compat.alias(t)
                 old.append(slot)
@@ -435,15 +458,17 @@ class Tape(Stackable):
         scope = self._scope_of(args, NO_KWARGS) if self.scopes or self.gathered else None
         if scope is _NOWHERE:
             return plain(func, args)
-        recipe = LayerRecipe(func, layer_rule(func), args, _order())
+        recipe = LayerRecipe(func, layer_rule(func), args, next_order())
         recipe.scope = scope
         recipe.args = tuple([self._refer(a) for a in args])
         saving = _LayerSaves(self, recipe, mask, {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)})
         mode = self.mode_on
         self.switch(False, self.hooks_on, self.gate_on)
         compat.push_hooks(saving.pack, unpack)
+        begin = perf_counter()
         try:
             out: tuple[torch.Tensor, ...] = func(*args)
+            recipe.seconds = perf_counter() - begin
             for k, tensor in enumerate(out):
                 slot = saving.slot_of(tensor, recipe.results, k + 1)
                 if slot is not None:
@@ -496,11 +521,11 @@ class Tape(Stackable):
 _NOWHERE = Scope(torch.nn.Module())
 
 
-def _gone() -> None:
+def gone() -> None:
     """In place of the weak reference of a slot whose storage has been overwritten."""
 
 
-def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     """The generator that a random op draws from."""
     device = kwargs.get("device")
     for a in (*args, *kwargs.values()):

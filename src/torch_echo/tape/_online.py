@@ -8,14 +8,17 @@ graph: the plan that follows is better.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_echo import compat
 from torch_echo.rules import rule_of
-from torch_echo.tape._mode import Tape
+from torch_echo.tape._limit import Limit
+from torch_echo.tape._mode import Dropped
 from torch_echo.tape._recipe import NO_KWARGS, tensors_in
+from torch_echo.tape._rescue import RescueTape
 from torch_echo.tape._stack import Site, unpack
 
 __all__ = ["OnlineTape"]
@@ -39,12 +42,12 @@ def _saving() -> bool:
     return top is not None and top[1] is unpack and torch.is_grad_enabled()
 
 
-class OnlineTape(Tape):
+class OnlineTape(RescueTape):
     """A tape without a plan. `old`: keys of the storages that exist anyway (parameters, buffers): pinning them is free."""
 
-    def __init__(self, old: set[int]) -> None:
-        super().__init__()
-        self._old = old
+    def __init__(self, old: set[int], limit: Limit, failed: Callable[[BaseException, int], None]) -> None:
+        super().__init__(limit, failed)
+        self.trusted = old
         self._saved: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,14 +56,13 @@ class OnlineTape(Tape):
     def execute(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """See :class:`Tape`."""
         cheap = rule_of(func).name.removeprefix("aten::") in _CHEAP
-        if cheap and _saving() and self._worthwhile(args, kwargs or NO_KWARGS):
-            return self._drop(func, args, kwargs or NO_KWARGS, -1)
-        return self._keep(func, args, kwargs)
+        drop = cheap and _saving() and self._worthwhile(args, kwargs or NO_KWARGS)
+        return self.attempt(func, args, kwargs or NO_KWARGS, -1 if drop else 0)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """See :class:`Tape`."""
         handle = super().pack(tensor)
-        if type(handle) is tuple:
+        if type(handle) is not Dropped:
             self._saved.add(compat.storage_key(tensor))
         return handle
 
@@ -77,6 +79,6 @@ class OnlineTape(Tape):
             if key == -1:
                 return False
             most = max(most, t.numel() * t.element_size())
-            if not (key in self.slots or key in self.pinned or key in self._saved or key in self._old):
+            if not (self.touches(key) or key in self._saved or key in self.trusted):
                 pins[key] = t.untyped_storage().nbytes()
         return sum(pins.values()) <= _PINS * most

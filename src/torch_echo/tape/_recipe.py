@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -31,12 +31,16 @@ __all__ = [
     "Leaf",
     "Passes",
     "Recipe",
+    "RebuildError",
     "Region",
+    "Rescuer",
     "Slot",
     "View",
     "disjoint",
+    "private",
     "rebuild",
     "region",
+    "slots_in",
     "tensors_in",
     "written",
 ]
@@ -62,16 +66,21 @@ class Leaf:
         self.key = key
 
     def copy(self) -> None:
-        """Take a private copy, because an op is about to overwrite the storage. Same strides, offset and storage size."""
-        t = self.tensor
-        with compat.below_autograd(), Passes.unseen():
-            copy = torch.empty(0, dtype=t.dtype, device=t.device)
-            copy.set_(t.untyped_storage().clone(), t.storage_offset(), t.size(), t.stride())
-            if t.is_conj():
-                copy = copy.conj()
-            if t.is_neg():
-                copy = compat.neg_view(copy)
+        """Take a private copy, because an op is about to overwrite the storage."""
+        copy = private(self.tensor)
         self.tensor, self.version, self.key = copy, copy._version, compat.storage_key(copy)
+
+
+def private(t: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with the same strides, offset and storage size."""
+    with compat.below_autograd(), Passes.unseen():
+        copy = torch.empty(0, dtype=t.dtype, device=t.device)
+        copy.set_(t.untyped_storage().clone(), t.storage_offset(), t.size(), t.stride())
+        if t.is_conj():
+            copy = copy.conj()
+        if t.is_neg():
+            copy = compat.neg_view(copy)
+    return copy
 
 
 class View:
@@ -161,8 +170,8 @@ class Slot:
         "version",
     )
 
-    def __init__(self, recipe: Recipe, tensor: torch.Tensor, version: int) -> None:
-        self.recipe: Recipe | None = recipe
+    def __init__(self, recipe: Recipe | None, tensor: torch.Tensor, version: int) -> None:
+        self.recipe = recipe
         self.tensor: torch.Tensor | None = None
         self.readers = 0
         """Handles not yet unpacked and recipes not yet run."""
@@ -179,6 +188,16 @@ class Slot:
 
     def __del__(self) -> None:
         compat.release_storage(self.key)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """The content is there."""
+        self.tensor = tensor
+
+    def done(self) -> None:
+        """A reader has read, or never will."""
+        self.readers -= 1
+        if not self.readers:
+            self.tensor = None
 
     def expired(self) -> bool:
         """Has the script let go of the storage?"""
@@ -223,6 +242,7 @@ class Recipe:
         "reuses",
         "rule",
         "scope",
+        "seconds",
         "state",
     )
 
@@ -240,38 +260,28 @@ class Recipe:
         self.state: torch.Tensor | None = None
         self.scope: Scope | None = None
         """Where alone it can run, because it reads parameters that are gathered there."""
+        self.seconds = -1.0
+        """What the op took, where that is of interest; below 0: not known."""
 
     def __del__(self) -> None:
         for slot in self.reads():  # never run
-            slot.readers -= 1
+            slot.done()
 
     def reads(self) -> list[Slot]:
         """The slots among its arguments."""
-        found = []
-        for a in (*self.args, *self.kwargs.values()) if self.kwargs else self.args:
-            if type(a) is View:
-                found.append(a.slot)
-            elif type(a) is list:
-                found.extend(b.slot for b in a if type(b) is View)
-        return found
+        return slots_in(self.args, self.kwargs)
 
     def run(self, keep: bool) -> None:
         """Run the op again and hand its outputs to the slots that still have readers. Runs below autograd.
 
         With `keep` the recipe stays usable (the graph is retained); without, it lets go of all that it holds.
         """
-        over = self.args[0].slot if self.reuses and not keep and type(self.args[0]) is View else None
-        if over is not None and not over.exclusive():
-            over = None
+        over = self.over(keep)
         args = tuple([self._resolve(a, i, keep) for i, a in enumerate(self.args)])
         kwargs = {k: self._resolve(a, k, keep) for k, a in self.kwargs.items()} if self.kwargs else NO_KWARGS
         func, outputs = self.func, self.outputs
         if over is not None:
             func, over.tensor = self.rule.in_place, None
-        if not keep:
-            for s in self.reads():
-                s.readers -= 1
-            self.args, self.kwargs = (), NO_KWARGS
         if self.generator is not None:
             assert self.state is not None
             before = self.generator.get_state()
@@ -288,18 +298,30 @@ class Recipe:
         for j, tensor in made:
             ref = outputs.get(j)
             slot = ref() if ref is not None else None
-            if slot is None or slot.tensor is not None:
+            if slot is None or slot.tensor is not None or not slot.readers:
                 continue
             if tensor.untyped_storage().nbytes() != slot.nbytes or not _strides_are(tensor, slot.stride):
                 raise RebuildError(
                     f"torch-echo: re-running {self.rule.name} gave strides {tensor.stride()} instead of {slot.stride}; "
                     "this op can't be rebuilt exactly"
                 )
-            slot.tensor = tensor
+            slot.fill(tensor)
             if not keep:
                 slot.recipe = None
         if not keep:
+            for s in self.reads():
+                s.done()
+            self.args, self.kwargs = (), NO_KWARGS
             self.generator = self.state = None
+
+    def over(self, keep: bool) -> Slot | None:
+        """The slot whose content the re-run will write over, if there is one."""
+        over: Slot | None = self.args[0].slot if self.reuses and not keep and type(self.args[0]) is View else None
+        return over if over is not None and over.exclusive() else None
+
+    def repeatable(self, keep: bool) -> bool:
+        """Could the op be run once more if its re-run failed? Not where that overwrites something."""
+        return (not self.rule.mutates or self.rule.rerun is not None) and self.over(keep) is None
 
     def again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[int, torch.Tensor]]:
         """Call `func`, the op or the one that writes in place; the values that it makes, numbered."""
@@ -339,6 +361,17 @@ class Recipe:
             return base
         copy = torch.empty(0, dtype=base.dtype, device=base.device)
         return copy.set_(base.untyped_storage().clone(), base.storage_offset(), base.size(), base.stride())
+
+
+def slots_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Slot]:
+    """The slots of the views among a recipe's arguments."""
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if type(a) is View:
+            found.append(a.slot)
+        elif type(a) is list:
+            found.extend(b.slot for b in a if type(b) is View)
+    return found
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, torch.Tensor]]:
@@ -413,6 +446,16 @@ def _strides_are(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
+class Rescuer(Protocol):
+    """What can make room while values are rebuilt. See ``_rescue``."""
+
+    def reading(self, tensor: torch.Tensor, slot: Slot) -> None:
+        """A node is about to read a saved tensor, the content of `slot`."""
+
+    def rerun(self, recipe: Recipe, keep: bool, slot: Slot, later: Collection[Recipe]) -> None:
+        """Have `recipe` run; then `later` ones, for a reader of `slot`."""
+
+
 class Passes:
     """The backward passes that are running, in every thread (the engine runs CUDA nodes on threads of its own)."""
 
@@ -424,6 +467,8 @@ class Passes:
     """Slots rebuilt in passes that retain the graph, until these end."""
     rerun = 0
     """Ops re-run since the process started."""
+    rescue: Rescuer | None = None
+    """Frees memory where that is short, in the pass that is running."""
     observer: Callable[[bool], None] | None = None
     """Told when the tape begins (True) and ends (False) to allocate for itself, while a recorder watches."""
 
@@ -483,10 +528,14 @@ def rebuild(slot: Slot) -> torch.Tensor:
                     needed.append(recipe)
                     stack.extend(s for s in recipe.reads() if not s.available())
             needed.sort(key=lambda r: -r.order)
+            rescue = Passes.rescue
             with Passes.unseen():
                 while needed:
                     recipe = needed.pop()
-                    recipe.run(keep)
+                    if rescue is None:
+                        recipe.run(keep)
+                    else:
+                        rescue.rerun(recipe, keep, slot, needed)
                     Passes.rerun += 1
                     if keep and Passes.sweeping():
                         Passes.touched.extend(recipe.outputs.values())

@@ -204,6 +204,7 @@ class Recorder(Stackable):
         self._profile.start()
         self.active = True
         if self.tape is not None:
+            self.tape.rescued = set()
             Passes.observer = lambda begins: self.mark("rebuild" if begins else "rebuilt")
 
     def stop(self) -> None:
@@ -212,6 +213,8 @@ class Recorder(Stackable):
             self._place_late()
             self.active = False
             Passes.observer = None
+            if self.tape is not None:
+                self.touched.update(i for i, key in enumerate(self.keys) if key in self.tape.rescued)
             self._profile.stop()
             self._watched.clear()
 
@@ -419,8 +422,7 @@ class Recorder(Stackable):
 
     def _touches(self, index: int) -> bool:
         assert self.tape is not None
-        key = self.keys[index]
-        return key in self.tape.slots or key in self.tape.pinned
+        return self.tape.touches(self.keys[index])
 
     def _storage(self, tensor: torch.Tensor, new: bool = False) -> int:
         """Number of the tensor's storage, noted at first sight."""

@@ -48,13 +48,17 @@ from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
 from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, engine_seconds, install_plan
 from torch_echo.tape._kinds import MOST_CALLS, MOST_KINDS, Kinds, Phase, RootCall, RootKey, StepKind
+from torch_echo.tape._limit import Limit
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._ranks import Ranks
+from torch_echo.tape._recipe import Passes
 from torch_echo.tape._record import PeakMeter, Recorder
+from torch_echo.tape._rescue import RescueTape
 from torch_echo.tape._scope import Gathered, Scope
 from torch_echo.tape._stack import alone
+from torch_echo.units import format_bytes
 
 __all__ = ["Phase", "Session"]
 
@@ -89,6 +93,10 @@ _ANYWHERE = nullcontext()
 
 CHECK_TOLERANCE = 0.01
 """A measured peak further than this fraction from the plan's makes the session record and plan again."""
+
+
+HEADROOM = 0.1
+"""Where a plan's peak leaves less than this fraction of the device free, steps are ready to drop what the plan keeps."""
 
 
 class _Local(threading.local):
@@ -172,6 +180,12 @@ class Session:
         self._plain_seconds: dict[tuple[RootCall, ...], float] = {}
         """Least time that forward and backward took without profiler and plan, by the calls between two backward passes."""
         self._failure: TorchEchoError | None = None
+        self._limit: Limit | None = None
+        """What the device can hold, where that is of interest."""
+        self._ran_out = False
+        """Has an allocation failed, so that the script saw it?"""
+        self._broken = False
+        """Did that happen in this iteration?"""
         self._watch_all = False
 
     # --- what it knows -----------------------------------------------------------------------------------------------
@@ -443,6 +457,9 @@ class Session:
         try:
             with self._scope(entry, module):
                 return _entry.original_call(module, *args, **kwargs)
+        except BaseException as error:
+            self.failed(error)
+            raise
         finally:
             local.lifted -= 1
             local.tape.switch(False, False)
@@ -456,21 +473,24 @@ class Session:
             assert self._in_force.installed is not None
             script = self._in_force.installed.script
             # From here to the backward pass; possible where no context of the script's will be left in between.
-            if script is not OFF and alone():
+            if (script is not OFF or isinstance(tape, RescueTape)) and alone():
                 local.open = True
                 table = script
+        tape.watching = isinstance(tape, RescueTape)
         tape.use(_table(entry))
         local.depth += 1
         try:
             with self._scope(entry, module):
                 return _entry.original_call(module, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if local.depth == 1:
                 local.open = False
                 table = OFF
+                self.failed(error)
             raise
         finally:
             local.depth -= 1
+            tape.watching &= local.depth > 0 or local.open
             tape.use(table)
 
     def _call_recorded(self, recorder: Recorder, entry: Entry, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -488,10 +508,11 @@ class Session:
         try:
             with self._scope(entry, module):
                 return _entry.original_call(module, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if local.depth == 1:
                 on = hooks = False
                 self._abort_recording()
+                self.failed(error)
             raise
         finally:
             local.depth -= 1
@@ -554,6 +575,8 @@ class Session:
 
     def _over(self, begins: bool) -> bool:
         """Is the iteration complete, unless one more backward pass comes? `begins`: a root is called."""
+        if self._broken:
+            return True  # it ran out of memory, and what comes is another
         if not self._passes or not self._running:
             return not self._running
         recorder = self._recorder
@@ -589,6 +612,11 @@ class Session:
 
     def _next_iteration(self, first: RootCall, free: bool) -> None:
         """A new iteration begins with the call `first`; it is watched only if that call can be taped."""
+        self._begin_iteration(first, free)
+        if self._limit is not None and (self._limit.enforced or self.phase is Phase.CHECK):
+            self._limit.settle()
+
+    def _begin_iteration(self, first: RootCall, free: bool) -> None:
         self._finish_iteration()
         self._raise_failure()
         self.iterations += 1
@@ -603,7 +631,11 @@ class Session:
         kind = self._guess((first.key,))
         if self._in_force is not None and self._in_force.installed is not None:
             self._in_force.installed.reset()
-        if not free or kind is None:
+        if not free:
+            return
+        if kind is None:
+            if not self.warm_up and len(self.kinds.planned) < MOST_KINDS:
+                self._start_recording(StepKind((first.key,)))
             return
         if kind.plan is not None and kind.outgrown(first, self._growth):
             kind.due = True
@@ -658,6 +690,8 @@ class Session:
             return
         self._running = False
         kind = self.kinds.note(self._calls)
+        if self._broken:
+            self._recover(kind)
         if self._recorder is not None and self._recorder.active:
             self._stop_recording(kind)
         else:
@@ -704,21 +738,81 @@ class Session:
     def _lean(self) -> bool:
         """Must steps without a plan be spared memory too? They drop what a simple rule says (see ``_online``), at the
         price of an estimated baseline."""
-        return (self.device is not None and self.device.type == "cuda") or self.options.memory_budget is not None
+        given = self.options.memory_budget is not None or self.options.memory_limit is not None
+        return given or self._ran_out or (self.device is not None and self.device.type == "cuda")
 
     @property
     def warm_up(self) -> int:
         """Iterations before the first recording. The first of all is slow: the second tells how long a step takes, where the
-        plan may add a fraction of that."""
-        return 1 if self._lean() else 2
+        plan may add a fraction of that. A limit that is ours holds for the first one too."""
+        return 0 if self.options.memory_limit is not None else 1 if self._lean() else 2
+
+    def _the_limit(self) -> Limit:
+        if self._limit is None:
+            assert self.device is not None
+            self._limit = Limit(self.device, self.options.limit_bytes(self.device))
+        return self._limit
 
     def _online(self) -> OnlineTape:
         """This thread's tape for what has no plan."""
         local = self._local
         if local.online is None:
-            local.online = OnlineTape(set(self._known()))
+            local.online = OnlineTape(set(self._known()), self._the_limit(), self._out_of_memory)
             local.online.gathered = Gathered(self._sharded)
         return local.online
+
+    def _planned_tape(self) -> Tape:
+        """For steps with a plan. To be ready for the worst costs each op some time: it is where memory is nearly full, or has
+        been."""
+        limit, before = self._limit, self._local.planned
+        most = max((kind.plan.peak for kind in self.kinds.planned if kind.plan is not None), default=0)
+        near = limit is not None and limit.nbytes is not None and most > (1 - HEADROOM) * limit.nbytes
+        if limit is not None and (near or limit.enforced or self._ran_out):
+            tape: Tape = RescueTape(limit, self._out_of_memory, self.options.reorder)
+        else:
+            tape = Tape(self.options.reorder)
+        tape.trusted, tape.gathered = before.trusted, before.gathered
+        return tape
+
+    def failed(self, error: BaseException) -> None:
+        """See :class:`torch_echo.tape._entry.Owner`."""
+        if not self._off and self.device is not None and compat.is_out_of_memory(error):
+            self._out_of_memory(error, self._the_limit().learn())
+
+    def _out_of_memory(self, error: BaseException, live: int) -> None:
+        """The script is going to see `error`, with so many bytes allocated. If it goes on, the next steps are prepared."""
+        notes: list[str] = getattr(error, "__notes__", [])
+        if any(note.startswith("torch-echo") for note in notes):
+            return  # on its way out
+        where = "backward" if Passes.running else "forward"
+        limit = self._the_limit()
+        tape = self._local.tape
+        dropped = tape.freed if isinstance(tape, RescueTape) else 0
+        self._ran_out = self._broken = True
+        limit.tighten()
+        again = self._kind is None or self._kind.records < MAX_RECORDS
+        does = (
+            f"the next step is recorded and planned for {format_bytes(limit.plannable or 0)} at most"
+            if again
+            else "the next steps drop what the plan keeps where they must"
+        )
+        text = (
+            f"torch-echo: out of memory in the {where} pass with {format_bytes(live)} allocated"
+            f"{f', after {format_bytes(dropped)} that would be kept were dropped' if dropped else ''}. "
+            f"What failed needs {format_bytes(live + compat.bytes_wanted(error))} at least. If the script goes on, {does}."
+        )
+        error.__notes__ = [*notes, text]  # type: ignore[attr-defined]
+        self.on_event(text.removeprefix("torch-echo: "))
+
+    def _recover(self, kind: StepKind) -> None:
+        """The iteration that is over ran out of memory: its kind is recorded again, and planned for less."""
+        self._broken = False
+        self._abort_recording()
+        self._stop_check(None)
+        if kind.records < MAX_RECORDS:
+            kind.due = kind.plan is not None
+            kind.phase = Phase.WAIT
+        self._local.planned = self._planned_tape()
 
     def _start_recording(self, kind: StepKind) -> None:
         if self.device is None:
@@ -732,7 +826,8 @@ class Session:
                 self._add_modules(name, model)  # those put into it since
         known = self._known()
         self._find_sharded()
-        tape, tables = None, None
+        tape: Tape | None = None
+        tables = None
         if self._lean():
             tape = self._local.tape = self._online() if kind.installed is None else self._local.planned
             tables = kind.installed.tables if kind.installed is not None else None
@@ -769,7 +864,7 @@ class Session:
             return False
         try:
             cost = get_cost_model(self.options.cost, self.device)
-            graph = build(recorder, cost)
+            graph = build(recorder, cost, self._optimizer_states())
             cost.save()
             graph.rerun_overhead = RERUN_SECONDS
             if self.device is None or self.device.type == "cpu":
@@ -795,6 +890,7 @@ class Session:
             return False
         kind.due, kind.checks, kind.phase = False, 0, Phase.CHECK
         kind.passes, kind.recorded, kind.codes = self._needed, self._calls, recorder.codes
+        self._local.planned = self._planned_tape()
         self._local.planned.trusted = frozenset(recorder.known)
         if self.options.memory_budget is not None:
             for other in self.kinds.planned:
@@ -820,6 +916,15 @@ class Session:
             )
 
         made = self.ranks.agree(self._recordings, graph, recorder.codes, budget, own)
+        limit = None if self._limit is None else self._limit.plannable
+        if limit is not None and made.peak > limit:
+            made = plan(
+                graph,
+                budget=limit,
+                policy=options.policy,
+                on_infeasible="least",
+                fixed_seconds=engine_seconds(graph),
+            )
         self._install(kind, graph, made, recorder.nesting)
 
     def _install(self, kind: StepKind, graph: TrainingGraph, made: Plan, nesting: set[tuple[str, str]]) -> None:
@@ -889,7 +994,7 @@ class Session:
         if check is None:
             return
         if isinstance(self._local.planned, CheckedTape):
-            self._local.planned = self._local.planned.plain()
+            self._local.planned = self._planned_tape()
         self.comparison = check.close()
         self.on_event("compared a step with plain PyTorch")
         if not self.comparison.equal:
@@ -958,7 +1063,11 @@ class Session:
                 local.tape.forget()
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.mark("backward", keep_graph)
-        return self.lift()
+        before = Passes.rescue
+        if isinstance(local.tape, RescueTape):
+            Passes.rescue = local.tape
+            local.tape.limit.live()  # a look, from which on it is counted what backward takes
+        return before, self.lift()
 
     def rehearse(self, backward: Callable[[list[torch.Tensor]], Any]) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
@@ -968,6 +1077,7 @@ class Session:
 
     def after_backward(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
+        Passes.rescue, state = state
         if self._check is not None and threading.current_thread() is self._thread and not self._local.depth:
             self._check.backward_done()
         if self._recorder is not None and threading.current_thread() is self._thread:
@@ -1001,6 +1111,7 @@ class Session:
         if local.open:
             local.open = False
             local.tape.lift()
+            local.tape.watching = False
         if self._recorder is not None and threading.current_thread() is self._thread:
             self._recorder.lift()
 
