@@ -113,7 +113,7 @@ def _peak_rows(s: Summary) -> list[tuple[str, RenderableType]]:
         whose = f"of a step of {graphs}" if s.planned_together else f"of the largest of {graphs}"
         return [("peak memory", text), ("", Text(f"{whose}; replayed, not measured", "dim"))]
     if s.measured_peak is None:
-        text = Text("not measured: no step under the plan had the recorded shapes")
+        text = Text("not measured: no later step had the recorded shapes")
         if s.eager_peak is not None and s.predicted_peak is not None:
             text.append(f" ({format_bytes(s.predicted_peak)} planned, {format_bytes(s.eager_peak)} without)")
         return [("peak memory", text)]
