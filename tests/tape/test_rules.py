@@ -248,6 +248,19 @@ class TestBackward:
         same(MLP, step=step, every=every)
 
     @both
+    def test_a_pass_within_forward_reads_what_later_ops_read_too(self, every: bool) -> None:
+        """The first pass lets go of what was rebuilt for it; the script still has the tensor, and saves it once more."""
+
+        def function(x: Tensor) -> Tensor:
+            h = torch.tanh(x)
+            with torch.no_grad():
+                k = h.exp()
+            (slope,) = torch.autograd.grad(torch.tanh(h @ k.T.contiguous()).square().sum(), h)
+            return h.sin() * slope + h * k
+
+        same(lambda: Net(function), every=every)
+
+    @both
     def test_partial_backward(self, every: bool) -> None:
         """Two outputs, of which only one is ever asked for."""
 

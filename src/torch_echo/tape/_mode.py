@@ -349,9 +349,14 @@ class Tape(Stackable):
                     slot.loose = (
                         True  # counters only rise, so this is another one: t comes from unsafe_chunk or its like
                     )
-                if not slot.current(t):
+                if slot.spent() or not slot.current(t):
                     return False
         return True
+
+    def _slot_of(self, tensor: torch.Tensor, key: int) -> Slot | None:
+        """The dropped value that `tensor`, on the storage `key`, is; None if what runs now can't count on its rebuild."""
+        slot = self.slots.get(key)
+        return slot if slot is not None and slot.current(tensor) and not slot.spent() and self._here(slot) else None
 
     def _here(self, slot: Slot) -> bool:
         """Can what is running now count on the slot's rebuild? Not outside of the scope in which its recipe can run."""
@@ -383,8 +388,8 @@ class Tape(Stackable):
         """An argument as a recipe holds it: by slot where its content is dropped, else the tensor itself."""
         if isinstance(arg, torch.Tensor):
             key = compat.storage_key(arg)
-            slot = self.slots.get(key)
-            if slot is not None and slot.current(arg) and self._here(slot):
+            slot = self._slot_of(arg, key)
+            if slot is not None:
                 slot.readers += 1
                 return View(arg, slot)
             if self.scopes and self._emptied_later(key):
@@ -485,8 +490,8 @@ class Tape(Stackable):
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook that autograd calls for each tensor it saves."""
         if self.slots and type(tensor) is torch.Tensor:
-            slot = self.slots.get(compat.storage_key(tensor))
-            if slot is not None and slot.current(tensor) and self._here(slot) and not compat.functorch_active():
+            slot = self._slot_of(tensor, compat.storage_key(tensor))
+            if slot is not None and not compat.functorch_active():
                 return self.dropped(tensor, slot)
         version = tensor._version
         if compat.may_be_result(tensor, version):

@@ -199,6 +199,11 @@ class Slot:
         if not self.readers:
             self.tensor = None
 
+    def spent(self) -> bool:
+        """Is there no way to the content any more? So it is when all its readers have read, in a pass that runs before the forward
+        pass is over (the gradient of a penalty)."""
+        return self.recipe is None and self.tensor is None
+
     def expired(self) -> bool:
         """Has the script let go of the storage?"""
         return compat.storage_expired(self.key)

@@ -373,10 +373,8 @@ class RescueTape(Tape):
                 raise _Unnameable
             if key in self.trusted:
                 return super()._refer(arg)
-            slot = self.slots.get(key)
-            if slot is not None and slot.current(arg):
-                return View(arg, slot)
-            return View(arg, self._value(arg, key))
+            slot = self._slot_of(arg, key)
+            return View(arg, slot) if slot is not None else View(arg, self._value(arg, key))
         if type(arg) in (list, tuple) and any(isinstance(a, torch.Tensor) for a in arg):
             return [self._name(a) for a in arg]
         return arg
@@ -393,8 +391,7 @@ class RescueTape(Tape):
         if type(arg) is not torch.Tensor or self.gathered:
             return super()._refer(arg)
         key = compat.storage_key(arg)
-        slot = self.slots.get(key)
-        if key == -1 or key in self.trusted or (slot is not None and slot.current(arg)) or compat.is_foreign(arg):
+        if key == -1 or key in self.trusted or self._slot_of(arg, key) is not None or compat.is_foreign(arg):
             return super()._refer(arg)
         soft = self._value(arg, key)
         if soft.loose or arg.is_inference():
@@ -435,7 +432,12 @@ class RescueTape(Tape):
         if type(tensor) is torch.Tensor:
             key = compat.storage_key(tensor)
             soft = self.soft.get(key)
-            if soft is not None and key not in self.slots and soft.current(tensor) and not compat.functorch_active():
+            if (
+                soft is not None
+                and self._slot_of(tensor, key) is None
+                and soft.current(tensor)
+                and not compat.functorch_active()
+            ):
                 self._list(soft)
                 return Kept(tensor, soft)
         return super().pack(tensor)
