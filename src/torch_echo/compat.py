@@ -105,6 +105,9 @@ function_modes = ModeStack(
 PASS_ON = torch.overrides.handle_torch_function.__code__
 """The frame between a function of torch that is written in Python and a function mode."""
 
+OP_CALL = torch._ops.OpOverload.__call__.__code__
+"""The frame of an op that is called from Python."""
+
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks

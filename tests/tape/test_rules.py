@@ -1151,6 +1151,20 @@ class TestNeighbours:
         assert len(set(counts)) == 1
 
     @both
+    def test_under_foreign_modes_what_is_planned_is_dropped(self, every: bool) -> None:
+        """Whether the script's mode or ours is asked first is another thing while recording than later."""
+
+        def function(x: Tensor) -> Tensor:
+            y = (x * 1.5).sigmoid_()
+            with Count():
+                z = torch.tanh(y)
+            return z * x
+
+        session = same(lambda: Net(function), every=every)
+        assert session.plan is not None
+        assert session.reruns[2:] == [len(session.plan.rerun)] * 3
+
+    @both
     def test_compiled_parts(self, every: bool) -> None:
         """They stay compiled: a mode around them would switch them off."""
         torch._dynamo.reset()

@@ -585,7 +585,9 @@ class RescueTape(Tape):
         self.release(short, busy)
         room = self.limit.room()
         if self.limit.enforced and room is not None and room < 0:
-            raise compat.out_of_memory(-room, "memory_limit is reached in the backward pass.")
+            failure = compat.out_of_memory(-room, "memory_limit is reached in the backward pass.")
+            self.failed(failure, self.limit.live())
+            raise failure
 
 
 class _Unnameable(Exception):

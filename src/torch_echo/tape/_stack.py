@@ -109,7 +109,7 @@ class Stackable(compat.TensorMode):
     def site(self, func: int, frame: Any) -> Site:
         """Where in the code an op is called: `frame` is that which called it."""
         if self.place is not None:
-            if frame.f_code is _INSIDE:
+            if frame.f_code is _INSIDE or _passes_on(frame):
                 return (func, *self.place)
             return (func, *self.place, id(frame.f_code), frame.f_lasti)
         back = frame.f_back
@@ -173,3 +173,18 @@ class Stackable(compat.TensorMode):
 
 
 _INSIDE = Stackable.inside.__code__
+
+
+def _passes_on(frame: Any) -> bool:
+    """Does a mode of the script's call the op, which has been asked before us? When ours goes on later, it is the first one."""
+    if frame.f_code is not compat.OP_CALL:
+        return False
+    asked = False
+    for _ in range(5):  # the mode, and what PyTorch wraps it in
+        frame = frame.f_back
+        if frame is None:
+            return False
+        if frame.f_code is _INSIDE:
+            return asked
+        asked |= frame.f_code.co_name == "__torch_dispatch__"
+    return False

@@ -796,10 +796,12 @@ class Session:
             if again
             else "the next steps drop what the plan keeps where they must"
         )
+        # An error of ours says by how much the limit is exceeded; an allocator's, how much it did not give.
+        needed = compat.bytes_wanted(error) + (live if limit.nbytes is None or not limit.enforced else limit.nbytes)
         text = (
             f"torch-echo: out of memory in the {where} pass with {format_bytes(live)} allocated"
             f"{f', after {format_bytes(dropped)} that would be kept were dropped' if dropped else ''}. "
-            f"What failed needs {format_bytes(live + compat.bytes_wanted(error))} at least. If the script goes on, {does}."
+            f"What failed needs {format_bytes(needed)} at least. If the script goes on, {does}."
         )
         error.__notes__ = [*notes, text]  # type: ignore[attr-defined]
         self.on_event(text.removeprefix("torch-echo: "))
