@@ -31,7 +31,7 @@ from torch_echo.tape._mode import Tape
 from torch_echo.tape._recipe import Recipe
 from torch_echo.tape.session import Session
 
-from .harness import ForcedSession, bits, everything, forced, randomly, tape_objects
+from .harness import ForcedSession, bits, everything, forced, leaked, randomly, tape_objects
 from .models import CASES
 from .programs import Block, Program, Spec, drawn, program_loss, programs
 
@@ -185,6 +185,7 @@ def check(spec: Spec, place: str, step: int, at: int, share: float, every: bool)
     """One fault. Was there an op for it?"""
     injector = Injector(place, at)
     session = ForcedSession(everything if share == 1.0 else randomly(at, share))
+    before = len(tape_objects())
     with injector.installed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         taped = train(spec, session, step, injector, every)
@@ -194,9 +195,26 @@ def check(spec: Spec, place: str, step: int, at: int, share: float, every: bool)
     assert not differ, f"{differ} differ after a fault in {place} at {at} of step {step}: {spec}"
     assert plain.rng == taped.rng
     del session, injector
-    left = tape_objects()
-    assert not left, f"{left[:5]} left after a fault in {place} at {at} of step {step}: {spec}"
+    left = tape_objects()[before:]
+    assert not left or leaks_anyway(spec, place, step, at, every), (
+        f"{left[:5]} left after a fault in {place} at {at} of step {step}: {spec}"
+    )
     return taped.fired
+
+
+def leaks_anyway(spec: Spec, place: str, step: int, at: int, every: bool) -> bool:
+    """Does plain PyTorch lose memory too where the script fails there? A region of its reentrant checkpoint does."""
+    if place not in ("script", "backward"):
+        return False
+
+    def run() -> None:
+        injector = Injector(place, at)
+        with injector.installed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(spec, None, step, injector, every)
+
+    run()
+    return leaked(run) > 0
 
 
 def resident_bytes() -> int:
