@@ -11,15 +11,20 @@ import os
 import re
 import sys
 import threading
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._C._profiler import _EventType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
+
+from torch_echo.errors import CaptureError
 
 __all__ = [
     "MemoryEvent",
@@ -1002,6 +1007,124 @@ def inductor(
             module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
         )
     return compiled
+
+
+@dataclass(frozen=True)
+class Code:
+    """What Inductor generates for a graph, in Python."""
+
+    source: str
+    constants: dict[str, Any]
+    """Names that it reads."""
+
+    def dry(self, fake: Any) -> Callable[[list[Any]], Any]:
+        """Its function of a list of tensors, which it empties; to be called within the fake mode `fake`. Buffers are fake tensors,
+        kernels do nothing. Raises CaptureError for code of another form than is known."""
+        import torch._inductor.async_compile
+
+        known: dict[str, Any] = {"__name__": "generated"}
+        known |= {n: fake.from_tensor(c) if isinstance(c, torch.Tensor) else c for n, c in self.constants.items()}
+        with mock.patch.object(torch._inductor.async_compile, "AsyncCompile", _NoKernels):
+            exec(compile(self.source, "generated", "exec"), known)
+        if not callable(known.get("call")) or "reinterpret_tensor" not in known:
+            raise CaptureError("Inductor's code has another form than is known")
+        for name in list(known):
+            if name.startswith("empty_strided_"):
+                device = torch.device(name.split("_")[2]) if name != "empty_strided_p2p" else CPU
+                known[name] = functools.partial(_empty_strided, device)
+        known["reinterpret_tensor"] = _reinterpreted
+        known["assert_size_stride"] = known["assert_alignment"] = _nothing
+        call: Callable[[list[Any]], Any] = known["call"]
+        return call
+
+
+def _empty_strided(device: torch.device, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, int(tensor.storage_offset()) + offset)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _NoKernel:
+    """In place of a compiled kernel."""
+
+    run = staticmethod(_nothing)
+    __call__ = staticmethod(_nothing)
+
+
+class _NoKernels:
+    """In place of Inductor's AsyncCompile."""
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        pass
+
+    def __getattr__(self, language: str) -> Callable[..., _NoKernel]:
+        return lambda *source, **settings: _NoKernel()
+
+
+def fresh_fake_mode() -> Any:
+    """A fake mode of its own, without symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def generated_code(
+    module: fx.GraphModule, inputs: list[Any], donated: list[int], *, backward: bool, visible: int
+) -> Code:
+    """The code that Inductor, as it is configured, makes of the forward or the backward graph of a joint graph that is being
+    compiled; no kernel is compiled. `donated`: positions of the inputs of backward that it may write over. `visible`: so many
+    outputs come first that are not for backward. The graph is used up.
+
+    Raises CaptureError if Inductor generates no Python, and what Inductor raises.
+    """
+    from torch._guards import TracingContext
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import BoxedBool
+
+    if config.cpp_wrapper:
+        raise CaptureError("Inductor's code is in C++ here")
+    made: list[Code] = []
+
+    def generate(lowering: Any) -> Any:
+        code, _ = lowering.codegen()
+        made.append(Code(code.value, {**lowering.constants, **lowering.torchbind_constants}))
+        return types.SimpleNamespace(call=_nothing)
+
+    outputs: Any = list(module.graph.nodes)[-1]
+    last = len(outputs.args[0]) if backward else visible
+    outputs.meta["user_visible_output_idxs"] = [i for i in range(last) if isinstance(outputs.args[0][i], fx.Node)]
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    before = None if metadata is None else metadata.bw_donated_idxs
+    try:
+        if metadata is not None and torch._functorch.config.donated_buffer:
+            metadata.bw_donated_idxs = donated
+        with (
+            mock.patch.object(GraphLowering, "compile_to_module", generate),
+            config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        ):
+            compile_fx_inner(
+                module,
+                inputs,
+                cudagraphs=BoxedBool(False),
+                is_backward=backward,
+                boxed_forward_device_index=BoxedDeviceIndex(None),
+            )
+    finally:
+        if metadata is not None:
+            metadata.bw_donated_idxs = before
+    if len(made) != 1:
+        raise CaptureError("Inductor generated no code for a graph")
+    return made[0]
 
 
 def inductor_options(mode: str | None, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

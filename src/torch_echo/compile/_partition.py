@@ -82,18 +82,7 @@ class Partitioner:
             warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
             return compat.partition(joint, inputs, tagged=False, **kwargs)
         plans.append(chosen.explanation)
-        made, found = chosen.explanation.plan, chosen.found
-        if made.groups:
-            clone(
-                chosen.joint,
-                found,
-                made.dropped,
-                made.groups,
-                nested.schedule(chosen.replayer, made.dropped, made.groups),
-            )
-        else:
-            tag(found, made.dropped, made.rerun)
-        return compat.partition(chosen.joint, inputs, tagged=True, **kwargs)
+        return compat.partition(chosen.emit(), inputs, tagged=True, **kwargs)
 
 
 @dataclass
@@ -108,6 +97,27 @@ class _Planned:
     @property
     def plan(self) -> Plan:
         return self.explanation.plan
+
+    def emit(self) -> fx.GraphModule:
+        """The joint graph with the plan written into it."""
+        made = self.plan
+        if made.groups:
+            steps = nested.schedule(self.replayer, made.dropped, made.groups)
+            clone(self.joint, self.found, made.dropped, made.groups, steps)
+        else:
+            tag(self.found, made.dropped, made.rerun)
+        return self.joint
+
+    def copy(self) -> _Planned:
+        """The same with a joint graph of its own."""
+        joint, node_of = _copied(self.joint)
+        found = replace(
+            self.found,
+            op_of={node_of[node]: op for node, op in self.found.op_of.items()},
+            value_of={node_of[node]: value for node, value in self.found.value_of.items()},
+            stale={node_of[node] for node in self.found.stale},
+        )
+        return replace(self, joint=joint, found=found)
 
 
 class _Planner:
@@ -240,6 +250,17 @@ def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs
             compat.tag_recompute(node, op in rerun)
+
+
+def _copied(joint: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A joint graph once more, and what its nodes are there."""
+    graph = fx.Graph()
+    node_of: dict[fx.Node, fx.Node] = {}
+    found: Any = graph.graph_copy(joint.graph, node_of, return_output_node=True)
+    returned, output = found
+    node_of[output] = graph.output(returned, type_expr=getattr(output, "type", None))
+    node_of[output].meta = dict(output.meta)
+    return fx.GraphModule(joint, graph), node_of
 
 
 def _nbytes(node: fx.Node) -> int:
