@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -969,10 +970,11 @@ def inductor(
     partitioner: Callable[..., Any],
     key: str,
     patches: dict[str, Any],
+    order: Order,
     cached: bool = True,
 ) -> Callable[..., Any]:
-    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options. `cached`
-    False: the partitioner is called even if it was in an earlier run; kernels are still looked for.
+    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options. `order`: of
+    its kernels. `cached` False: the partitioner is called even if it was in an earlier run; kernels are still looked for.
 
     Unless they say otherwise, Inductor gives buffers back when they have been read: to hold on to one until another of its size
     is wanted costs memory, and spares next to nothing where PyTorch's allocators do the same. And where the gradients of many
@@ -981,7 +983,7 @@ def inductor(
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 
     own: dict[str, Any] = {"allow_buffer_reuse": False}
@@ -1002,9 +1004,11 @@ def inductor(
         def uuid(self) -> Any:
             return key, get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
 
+    patches["custom_partitioner_fn"] = Given()
+    inner = kernel_order(order)(compile_fx_inner)
     with contextlib.nullcontext() if cached else functorch_config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
+            module, inputs, inner_compile=inner, config_patches=patches
         )
     return compiled
 
@@ -1027,7 +1031,7 @@ class Code:
         with mock.patch.object(torch._inductor.async_compile, "AsyncCompile", _NoKernels):
             exec(compile(self.source, "generated", "exec"), known)
         if not callable(known.get("call")) or "reinterpret_tensor" not in known:
-            raise CaptureError("Inductor's code has another form than is known")
+            raise CaptureError("its code has another form than is known")
         for name in list(known):
             if name.startswith("empty_strided_"):
                 device = torch.device(name.split("_")[2]) if name != "empty_strided_p2p" else CPU
@@ -1074,12 +1078,104 @@ def fresh_fake_mode() -> Any:
     return FakeTensorMode()
 
 
+Order = Callable[
+    [list[frozenset[int]], list[tuple[int, tuple[int, ...], tuple[int, ...], bool]], list[tuple[int, int]]], Any
+]
+"""From kernels and buffers, as in :class:`torch_echo.compile._order.Kernels`, to an order of the kernels, or None."""
+
+
+@contextlib.contextmanager
+def kernel_order(order: Order) -> Iterator[None]:
+    """Where Inductor orders its kernels for the least peak, have `order` look for a better one than it finds."""
+    import torch._inductor.memory as memory
+
+    theirs = memory.reorder_for_peak_memory
+
+    @functools.wraps(theirs)
+    def reorder(nodes: list[Any], name_to_buf: Any, fused: Any, inputs: Any, outputs: Any, *args: Any) -> list[Any]:
+        found = theirs(nodes, name_to_buf, fused, inputs, outputs, *args)
+        try:
+            better = order(*_kernels(found, inputs, outputs))
+        except (AttributeError, KeyError, TypeError) as error:  # what is read there is private
+            warnings.warn(f"torch-echo leaves the order of kernels to Inductor: {error!r}", stacklevel=2)
+            return found
+        return found if better is None else [found[i] for i in better]
+
+    with mock.patch.object(memory, "reorder_for_peak_memory", reorder):
+        yield
+
+
+def _kernels(nodes: list[Any], inputs: Any, outputs: Any) -> tuple[Any, Any, Any]:
+    """What Inductor's scheduler knows of its nodes and their buffers, once it has planned for the least peak."""
+    from torch._inductor import ir
+    from torch._inductor.memory import get_freeable_input_buf
+
+    place = {node: i for i, node in enumerate(nodes)}
+    blocks: dict[str, tuple[int, list[int], list[int], bool]] = {}
+    parts: dict[str, str] = {}
+    for name, buffer in get_freeable_input_buf(nodes, inputs).items():
+        known = buffer.mpi_buffer
+        blocks[name] = known.size_free, [], [place[n] for n in known.succ_nodes], name in outputs
+    for node in nodes:
+        for buffer in node.get_outputs():
+            name, known = buffer.get_name(), buffer.mpi_buffer
+            nbytes, writer = known.size_free, place[node]
+            readers = [place[n] for n in known.succ_nodes if n in place]
+            if nbytes and not known.size_alloc:  # one of several outputs of a call, made with the others
+                calls = [
+                    b for b in node.mpi_node.pred_buffers if b.mpi_buffer.size_alloc and not b.mpi_buffer.size_free
+                ]
+                writer = min(
+                    (place[n] for n in node.mpi_node.pred_nodes if {*n.get_outputs()} & {*calls}), default=writer
+                )
+            if not node.is_extern() and name not in outputs and all(r == place[node] for r in readers):
+                nbytes = 0  # never leaves its kernel
+            blocks[name] = nbytes, [writer], readers, name in outputs
+            if isinstance(buffer.node.layout, ir.NonOwningLayout):
+                parts[name] = buffer.node.layout.view.get_name()
+    for name, whole in parts.items():
+        while whole in parts:
+            whole = parts[whole]
+        _, writers, readers, stays = blocks[name]
+        blocks[name] = 0, writers, readers, stays
+        if whole in blocks:
+            blocks[whole][1].extend(writers)
+            blocks[whole][2].extend(readers)
+    number = {name: i for i, name in enumerate(blocks)}
+    waits = [frozenset(place[n] for n in node.mpi_node.pred_nodes) for node in nodes]
+    found = [(n, tuple(writers), tuple(readers), stays) for n, writers, readers, stays in blocks.values()]
+    pairs = [
+        (number[old], number[new])
+        for node in nodes
+        if not node.is_extern()
+        for old, new in _overwrites(node)
+        if old in number and new in number and found[number[old]][0] == found[number[new]][0] > 0
+    ]
+    return waits, found, pairs
+
+
+def _overwrites(node: Any) -> Iterator[tuple[str, str]]:
+    """Pairs of buffers of which a kernel of Inductor's may write the second over the first, when it has read that."""
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    scheduler, parts = node.scheduler, node.get_nodes()
+    for part in parts:
+        for read in part.read_writes.reads:
+            buffer = scheduler.name_to_buf.get(read.name) or scheduler.name_to_donated_buffer.get(read.name)
+            if buffer is None or isinstance(buffer.defining_op, NopKernelSchedulerNode):
+                continue
+            if sum(any(r.name == read.name for r in other.read_writes.reads) for other in parts) > 1:
+                continue
+            if any(user.can_inplace and user.get_name() == part.get_name() for user in buffer.users):
+                yield from ((read.name, written.get_name()) for written in part.get_outputs())
+
+
 def generated_code(
-    module: fx.GraphModule, inputs: list[Any], donated: list[int], *, backward: bool, visible: int
+    module: fx.GraphModule, inputs: list[Any], donated: list[int], order: Order, *, backward: bool, visible: int
 ) -> Code:
     """The code that Inductor, as it is configured, makes of the forward or the backward graph of a joint graph that is being
-    compiled; no kernel is compiled. `donated`: positions of the inputs of backward that it may write over. `visible`: so many
-    outputs come first that are not for backward. The graph is used up.
+    compiled; no kernel is compiled. `donated`: positions of the inputs of backward that it may write over. `order`: of kernels.
+    `visible`: so many outputs come first that are not for backward. The graph is used up.
 
     Raises CaptureError if Inductor generates no Python, and what Inductor raises.
     """
@@ -1091,7 +1187,7 @@ def generated_code(
     from torch._inductor.utils import BoxedBool
 
     if config.cpp_wrapper:
-        raise CaptureError("Inductor's code is in C++ here")
+        raise CaptureError("its code is in C++")
     made: list[Code] = []
 
     def generate(lowering: Any) -> Any:
@@ -1111,6 +1207,7 @@ def generated_code(
         with (
             mock.patch.object(GraphLowering, "compile_to_module", generate),
             config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+            kernel_order(order),
         ):
             compile_fx_inner(
                 module,
@@ -1123,7 +1220,7 @@ def generated_code(
         if metadata is not None:
             metadata.bw_donated_idxs = before
     if len(made) != 1:
-        raise CaptureError("Inductor generated no code for a graph")
+        raise CaptureError("it made no code")
     return made[0]
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from torch_echo import compat
 from torch_echo._version import __version__
+from torch_echo.compile._order import improved
 from torch_echo.compile._partition import Partitioner
 from torch_echo.compile._share import Shared
 from torch_echo.errors import OptionError, TorchEchoError
@@ -90,7 +91,7 @@ def _inductor(
         key += f" {options.budget_bytes(device)} {live_bytes(device)}"
     # Where graphs are planned together each has to be seen: only the code that Inductor makes is looked for in its caches then.
     return compat.inductor(
-        module, example_inputs, Partitioner(options, True, shared), key, patches, cached=shared is None
+        module, example_inputs, Partitioner(options, True, shared), key, patches, improved, cached=shared is None
     )
 
 

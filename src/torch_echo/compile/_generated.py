@@ -6,7 +6,7 @@ calls kernels, and lets go of what has been read, so it is run here as it is: on
 the bytes of the storages are counted that are alive. What library calls allocate for themselves is added. Without symbols in
 sizes it is the allocator's peak to a few bytes.
 
-Cost: generating the code is most of what Inductor does but for the C++ or Triton compiler; running it takes half a millisecond a call.
+Cost: generating the code is most of what Inductor does but for the C++ or Triton compiler; running it, half a millisecond a call.
 Not seen: code in C++ (``cpp_wrapper``), and pools of memory that CUDA graphs hold.
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from torch_echo import compat
+from torch_echo.compile._order import improved
 from torch_echo.cost import SpecError, Workspaces, spec_of
 
 __all__ = ["peak_of_code"]
@@ -36,7 +37,7 @@ def peak_of_code(
     """
     saved = list(_outputs(forward))
     donated = _donated(forward, backward, len(held))
-    code = compat.generated_code(forward, _values(forward), donated, backward=False, visible=len(held))
+    code = compat.generated_code(forward, _values(forward), donated, improved, backward=False, visible=len(held))
     meter = _Meter(workspaces)
     with compat.fresh_fake_mode() as fake:
         inputs = [_concrete(value) for value in _values(forward)]
@@ -47,7 +48,7 @@ def peak_of_code(
         strides = [t.stride() if isinstance(t, torch.Tensor) else None for t in given]
         outputs = [t for t, keep in zip(made, held, strict=False) if keep]
     values = [_strided(value, stride) for value, stride in zip(_values(backward), strides, strict=True)]
-    code = compat.generated_code(backward, values, donated, backward=True, visible=0)
+    code = compat.generated_code(backward, values, donated, improved, backward=True, visible=0)
     with fake:
         arguments = [_concrete(v) if t is None else t for t, v in zip(given, values, strict=True)]
         meter.alive(t for t, known in zip(arguments, given, strict=True) if known is None)
