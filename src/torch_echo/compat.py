@@ -984,7 +984,7 @@ def inductor(
     from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     own: dict[str, Any] = {"allow_buffer_reuse": False}
     if any(len(node.users) > MANY_READERS for node in module.graph.nodes):
@@ -1002,7 +1002,7 @@ def inductor(
             return str, (key,)
 
         def uuid(self) -> Any:
-            return key, get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
+            return key, sources_key()
 
     patches["custom_partitioner_fn"] = Given()
     inner = kernel_order(order)(compile_fx_inner)
@@ -1179,7 +1179,7 @@ def generated_code(
 
     Raises CaptureError if Inductor generates no Python, and what Inductor raises.
     """
-    from torch._guards import TracingContext
+    import torch._inductor.graph
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
@@ -1198,30 +1198,38 @@ def generated_code(
     outputs: Any = list(module.graph.nodes)[-1]
     last = len(outputs.args[0]) if backward else visible
     outputs.meta["user_visible_output_idxs"] = [i for i in range(last) if isinstance(outputs.args[0][i], fx.Node)]
-    context = TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    before = None if metadata is None else metadata.bw_donated_idxs
-    try:
-        if metadata is not None and torch._functorch.config.donated_buffer:
-            metadata.bw_donated_idxs = donated
-        with (
-            mock.patch.object(GraphLowering, "compile_to_module", generate),
-            config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
-            kernel_order(order),
-        ):
-            compile_fx_inner(
-                module,
-                inputs,
-                cudagraphs=BoxedBool(False),
-                is_backward=backward,
-                boxed_forward_device_index=BoxedDeviceIndex(None),
-            )
-    finally:
-        if metadata is not None:
-            metadata.bw_donated_idxs = before
+    if not torch._functorch.config.donated_buffer:
+        donated = []
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", generate),
+        mock.patch.object(torch._inductor.graph, "get_donated_idxs", return_value=donated),
+        config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        kernel_order(order),
+    ):
+        compile_fx_inner(
+            module,
+            inputs,
+            cudagraphs=BoxedBool(False),
+            is_backward=backward,
+            boxed_forward_device_index=BoxedDeviceIndex(None),
+        )
     if len(made) != 1:
         raise CaptureError("it made no code")
     return made[0]
+
+
+def sources_key() -> Any:
+    """Changes with the sources of this package."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
+
+
+def inductor_cache() -> Path:
+    """The folder of Inductor's caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def inductor_options(mode: str | None, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

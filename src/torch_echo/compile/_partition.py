@@ -31,7 +31,7 @@ from torch_echo.footprint import Replayer
 from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
 from torch_echo.options import OnInfeasible, Options, refuse_check
-from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Front, Plan, Point, footprint_of, front, plan
+from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Front, Plan, Point, footprint_of, front, plan, unmet
 from torch_echo.report.explanation import Explanation
 from torch_echo.units import format_bytes
 
@@ -66,6 +66,8 @@ class Partitioner:
         self.options = options
         self.fused = fused
         self.shared = shared
+        self.plans: list[Plan] = []
+        """Of the graphs that it was called with."""
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
@@ -92,6 +94,7 @@ class Partitioner:
             warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
             return compat.partition(joint, inputs, tagged=False, **kwargs)
         plans.append(chosen.explanation)
+        self.plans.append(chosen.plan)
         return compat.partition(chosen.emit(), inputs, tagged=True, **kwargs)
 
 
@@ -179,9 +182,8 @@ class _Planner:
             if self.options.on_infeasible == "raise" and not among_others:
                 held = [(layer, kind, n) for (layer, kind), n in chosen.explanation.after.composition().items()]
                 raise BudgetInfeasible(self.budget, chosen.plan.peak, held)
-            note = f"the budget of {format_bytes(self.budget)} can't be met; this is the plan with the least peak"
-            if note not in chosen.plan.notes:
-                chosen.plan.notes.append(note)
+            if unmet(self.budget) not in chosen.plan.notes:
+                chosen.plan.notes.append(unmet(self.budget))
 
     def settled(self, chosen: _Planned, split: Callable[[fx.GraphModule], Any]) -> _Planned:
         """The plan with the peak of the code that Inductor makes of it; another one, where that one's is not what is asked for.
@@ -232,7 +234,11 @@ class _Planner:
             notes.append(
                 f"{len(looked_up)} plans were looked up in Inductor's code; the replay alone would have chosen another"
             )
-        final = replace(best.plan, peak=peak, notes=[*best.plan.notes, *notes])
+        if self.budget is not None:  # as replayed it may not be met
+            notes = [*(n for n in best.plan.notes if n != unmet(self.budget)), *notes]
+        else:
+            notes = [*best.plan.notes, *notes]
+        final = replace(best.plan, peak=peak, floor=min(best.plan.floor, peak), notes=notes)
         if self.shared is not None and chosen.points is not None:
             self.shared.took(final)
         return replace(best, explanation=replace(best.explanation, plan=final))
