@@ -115,7 +115,7 @@ def test_dropout_draws_the_same_mask_again() -> None:
 
 
 def test_a_changed_option_never_meets_an_old_plan_and_an_unchanged_one_is_found_again() -> None:
-    model = Blocks(2)
+    model = Blocks()
     x = torch.randn(256, WIDTH)
     step(compiled(model, max_overhead=0.0), model, x)
     assert len(plans) == 1

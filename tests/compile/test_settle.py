@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from tests.compile.test_share import FixedCost
+from torch import Tensor, nn
 
+from torch_echo import compat
+from torch_echo.compile import Partitioner, _backends, _partition, plans
 from torch_echo.compile._settle import settle
+from torch_echo.errors import BudgetInfeasible, CaptureError
+from torch_echo.footprint import replay
+from torch_echo.options import Options
 from torch_echo.planning import Point
+from torch_echo.report.explanation import Explanation
 
 POINTS = [Point(frozenset(range(9 - i)), 100 + 20 * i, 8.0 - i, "made up") for i in range(9)]
 """By the replay: 100 bytes for 8 s … 260 bytes for nothing."""
@@ -90,3 +100,78 @@ def test_dropping_nothing_is_no_way_out_where_it_takes_more() -> None:
 
 def test_without_others_to_choose_from() -> None:
     assert settle([], at(100), lambda _: 7, budget=5, seconds=math.inf, tries=0, eager=lambda: 1) == (at(100), 7)
+
+
+class TestPartitioner:
+    """It holds the peaks of Inductor's code against what is asked for; they are made up here, and PyTorch's kernels run."""
+
+    @pytest.fixture
+    def explained(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Explanation]:
+        monkeypatch.setattr(_partition, "get_cost_model", lambda *_: FixedCost())
+
+        class Chain(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                for layer in self.layers:
+                    x = torch.tanh(layer(x)).sin()
+                return x.square().mean()
+
+        def run(takes: Callable[[], int], **options: Any) -> Explanation:
+            monkeypatch.setattr(_partition, "peak_of_code", lambda *_: takes())
+            backend = _backends._errors_pass(compat.eager_kernels(Partitioner(Options(**options), fused=True)))
+            torch._dynamo.reset()
+            torch.compile(Chain(), backend=backend)(torch.ones(256, 64)).backward()
+            return plans[-1]
+
+        return run
+
+    @staticmethod
+    def above(found: Explanation) -> int:
+        return found.graph.base_bytes + found.graph.older_bytes
+
+    def test_promises_the_peak_of_the_code(self, explained: Any) -> None:
+        found = explained(lambda: 12345, max_overhead=0.0)
+        assert found.plan.peak == self.above(found) + 12345
+        assert found.after.peak == replay(found.graph, found.plan.dropped).peak != found.plan.peak
+        assert "the peak is that of Inductor's code" in found.plan.notes[-1]
+
+    def test_takes_another_plan_where_the_first_one_misses_the_budget(self, explained: Any) -> None:
+        fitting = explained(lambda: 0, max_overhead=10.0)
+        budget = fitting.after.peak + 200_000
+        first = explained(lambda: 1, memory_budget=budget)  # fits
+        sizes = iter([10**9, 2])
+        other = explained(lambda: next(sizes), memory_budget=budget)
+        assert other.plan.dropped != first.plan.dropped
+        assert other.plan.peak == self.above(other) + 2 <= budget
+        assert other.after.peak < first.after.peak
+
+    def test_a_budget_that_no_code_meets(self, explained: Any) -> None:
+        """Though the replay's peaks do."""
+        sizes = iter([9 * 10**9, 7 * 10**9, 8 * 10**9, 9 * 10**9])
+        with pytest.raises(BudgetInfeasible) as caught:
+            explained(lambda: next(sizes), memory_budget="1GiB")
+        assert 7 * 10**9 <= caught.value.floor < 8 * 10**9
+        least = explained(lambda: 7 * 10**9, memory_budget="1GiB", on_infeasible="least")
+        assert any("can't be met" in note for note in least.plan.notes)
+
+    def test_a_budget_that_only_the_code_meets(self, explained: Any) -> None:
+        found = explained(lambda: 0, max_overhead=0.0)
+        found = explained(lambda: 0, memory_budget=self.above(found) + 1000)
+        assert found.after.peak > self.above(found) + 1000 > found.plan.peak
+        assert not any("can't be met" in note for note in found.plan.notes)
+
+    @pytest.mark.parametrize("error", [CaptureError("its code is in C++"), KeyError("another torch")])
+    def test_the_replay_stands_where_the_code_cant_be_looked_at(self, explained: Any, error: Exception) -> None:
+        def fail() -> int:
+            raise error
+
+        if isinstance(error, CaptureError):
+            found = explained(fail, max_overhead=0.0)
+        else:
+            with pytest.warns(UserWarning, match="the peak is the replay's"):
+                found = explained(fail, max_overhead=0.0)
+        assert found.plan.peak == found.after.peak
+        assert str(error) in found.plan.notes[-1]
