@@ -1092,11 +1092,11 @@ def kernel_order(order: Order) -> Iterator[None]:
     theirs = memory.reorder_for_peak_memory
 
     @functools.wraps(theirs)
-    def reorder(nodes: list[Any], name_to_buf: Any, fused: Any, inputs: Any, outputs: Any, *args: Any) -> list[Any]:
-        found = theirs(nodes, name_to_buf, fused, inputs, outputs, *args)
+    def reorder(nodes: Any, name_to_buf: Any, fused: Any, inputs: Any, outputs: Any, *args: Any, **more: Any) -> Any:
+        found = theirs(nodes, name_to_buf, fused, inputs, outputs, *args, **more)
         try:
             better = order(*_kernels(found, inputs, outputs))
-        except (AttributeError, KeyError, TypeError) as error:  # what is read there is private
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # what is read there is private
             warnings.warn(f"torch-echo leaves the order of kernels to Inductor: {error!r}", stacklevel=2)
             return found
         return found if better is None else [found[i] for i in better]

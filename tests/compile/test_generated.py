@@ -140,6 +140,24 @@ class TestPeak:
         assert held == 4 * BYTES
         assert let_go == 3 * BYTES
 
+    def test_what_is_saved_is_written_over(self, workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The output, its gradient, and y, over which the gradient of x is written: if it is not given out itself."""
+
+        def forward(x: Tensor) -> tuple[Tensor, ...]:
+            y = torch.tanh(x)
+            return y @ y, y
+
+        def backward(y: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
+            return (torch.sin(y) * tangent,)
+
+        def peak() -> int:
+            made = traced(forward, given(1), ["x", "out", "y"])
+            return peak_of_code(made, traced(backward, given(2), ["y", "tangents_1", "gx"]), [True], workspaces)
+
+        assert peak() == 3 * BYTES
+        monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)
+        assert peak() == 4 * BYTES
+
     def test_is_that_of_the_order(self, workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
         """A chain of products that is read at the end, beside one of many: to be made late."""
 

@@ -134,6 +134,7 @@ class _Meter(compat.TensorMode):
         for t in tensors:
             if isinstance(t, torch.Tensor):
                 self._made(t)
+        self.peak = max(self.peak, self._bytes)
 
     def run(self, code: compat.Code, arguments: list[Any], fake: Any) -> Sequence[Any]:
         """Run generated code; of `arguments` it lets go when it has read them."""
