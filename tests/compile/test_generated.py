@@ -140,7 +140,7 @@ class TestPeak:
         assert held == 4 * BYTES
         assert let_go == 3 * BYTES
 
-    def test_what_is_saved_is_written_over(self, workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_saved_is_written_over(self, workspaces: Workspaces) -> None:
         """The output, its gradient, and y, over which the gradient of x is written: if it is not given out itself."""
 
         def forward(x: Tensor) -> tuple[Tensor, ...]:
@@ -155,8 +155,8 @@ class TestPeak:
             return peak_of_code(made, traced(backward, given(2), ["y", "tangents_1", "gx"]), [True], workspaces)
 
         assert peak() == 3 * BYTES
-        monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)
-        assert peak() == 4 * BYTES
+        with torch._functorch.config.patch(donated_buffer=False):
+            assert peak() == 4 * BYTES
 
     def test_is_that_of_the_order(self, workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
         """A chain of products that is read at the end, beside one of many: to be made late."""
