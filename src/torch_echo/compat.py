@@ -11,15 +11,21 @@ import os
 import re
 import sys
 import threading
+import types
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._C._profiler import _EventType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
+
+from torch_echo.errors import CaptureError
 
 __all__ = [
     "MemoryEvent",
@@ -967,10 +973,11 @@ def inductor(
     partitioner: Callable[..., Any],
     key: str,
     patches: dict[str, Any],
+    order: Order,
     cached: bool = True,
 ) -> Callable[..., Any]:
-    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options. `cached`
-    False: the partitioner is called even if it was in an earlier run; kernels are still looked for.
+    """Inductor, with a partitioner in place of its own; its caches take `key` into account. `patches`: its options. `order`: of
+    its kernels. `cached` False: the partitioner is called even if it was in an earlier run; kernels are still looked for.
 
     Unless they say otherwise, Inductor gives buffers back when they have been read: to hold on to one until another of its size
     is wanted costs memory, and spares next to nothing where PyTorch's allocators do the same. And where the gradients of many
@@ -979,8 +986,8 @@ def inductor(
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     own: dict[str, Any] = {"allow_buffer_reuse": False}
     if any(len(node.users) > MANY_READERS for node in module.graph.nodes):
@@ -998,13 +1005,234 @@ def inductor(
             return str, (key,)
 
         def uuid(self) -> Any:
-            return key, get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
+            return key, sources_key()
 
+    patches["custom_partitioner_fn"] = Given()
+    inner = kernel_order(order)(compile_fx_inner)
     with contextlib.nullcontext() if cached else functorch_config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            module, inputs, config_patches={**patches, "custom_partitioner_fn": Given()}
+            module, inputs, inner_compile=inner, config_patches=patches
         )
     return compiled
+
+
+@dataclass(frozen=True)
+class Code:
+    """What Inductor generates for a graph, in Python."""
+
+    source: str
+    constants: dict[str, Any]
+    """Names that it reads."""
+
+    def dry(self, fake: Any) -> Callable[[list[Any]], Any]:
+        """Its function of a list of tensors, which it empties; to be called within the fake mode `fake`. Buffers are fake tensors,
+        kernels do nothing. Raises CaptureError for code of another form than is known."""
+        import torch._inductor.async_compile
+
+        known: dict[str, Any] = {"__name__": "generated"}
+        known |= {n: fake.from_tensor(c) if isinstance(c, torch.Tensor) else c for n, c in self.constants.items()}
+        with mock.patch.object(torch._inductor.async_compile, "AsyncCompile", _NoKernels):
+            exec(compile(self.source, "generated", "exec"), known)
+        if not callable(known.get("call")) or "reinterpret_tensor" not in known:
+            raise CaptureError("its code has another form than is known")
+        for name in list(known):
+            if name.startswith("empty_strided_"):
+                device = torch.device(name.split("_")[2]) if name != "empty_strided_p2p" else CPU
+                known[name] = functools.partial(_empty_strided, device)
+        known["reinterpret_tensor"] = _reinterpreted
+        known["assert_size_stride"] = known["assert_alignment"] = _nothing
+        call: Callable[[list[Any]], Any] = known["call"]
+        return call
+
+
+def _empty_strided(device: torch.device, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, int(tensor.storage_offset()) + offset)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _NoKernel:
+    """In place of a compiled kernel."""
+
+    run = staticmethod(_nothing)
+    __call__ = staticmethod(_nothing)
+
+
+class _NoKernels:
+    """In place of Inductor's AsyncCompile."""
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        pass
+
+    def __getattr__(self, language: str) -> Callable[..., _NoKernel]:
+        return lambda *source, **settings: _NoKernel()
+
+
+def fresh_fake_mode() -> Any:
+    """A fake mode of its own, without symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+Order = Callable[
+    [list[frozenset[int]], list[tuple[int, tuple[int, ...], tuple[int, ...], bool]], list[tuple[int, int]]], Any
+]
+"""From kernels and buffers, as in :class:`torch_echo.compile._order.Kernels`, to an order of the kernels, or None."""
+
+
+@contextlib.contextmanager
+def kernel_order(order: Order) -> Iterator[None]:
+    """Where Inductor orders its kernels for the least peak, have `order` look for a better one than it finds."""
+    import torch._inductor.memory as memory
+
+    theirs = memory.reorder_for_peak_memory
+
+    @functools.wraps(theirs)
+    def reorder(nodes: Any, name_to_buf: Any, fused: Any, inputs: Any, outputs: Any, *args: Any, **more: Any) -> Any:
+        found = theirs(nodes, name_to_buf, fused, inputs, outputs, *args, **more)
+        try:
+            better = order(*_kernels(found, inputs, outputs))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # what is read there is private
+            warnings.warn(f"torch-echo leaves the order of kernels to Inductor: {error!r}", stacklevel=2)
+            return found
+        return found if better is None else [found[i] for i in better]
+
+    with mock.patch.object(memory, "reorder_for_peak_memory", reorder):
+        yield
+
+
+def _kernels(nodes: list[Any], inputs: Any, outputs: Any) -> tuple[Any, Any, Any]:
+    """What Inductor's scheduler knows of its nodes and their buffers, once it has planned for the least peak."""
+    from torch._inductor import ir
+    from torch._inductor.memory import get_freeable_input_buf
+
+    place = {node: i for i, node in enumerate(nodes)}
+    blocks: dict[str, tuple[int, list[int], list[int], bool]] = {}
+    parts: dict[str, str] = {}
+    for name, buffer in get_freeable_input_buf(nodes, inputs).items():
+        known = buffer.mpi_buffer
+        blocks[name] = known.size_free, [], [place[n] for n in known.succ_nodes], name in outputs
+    for node in nodes:
+        for buffer in node.get_outputs():
+            name, known = buffer.get_name(), buffer.mpi_buffer
+            nbytes, writer = known.size_free, place[node]
+            readers = [place[n] for n in known.succ_nodes if n in place]
+            if nbytes and not known.size_alloc:  # one of several outputs of a call, made with the others
+                calls = [
+                    b for b in node.mpi_node.pred_buffers if b.mpi_buffer.size_alloc and not b.mpi_buffer.size_free
+                ]
+                writer = min(
+                    (place[n] for n in node.mpi_node.pred_nodes if {*n.get_outputs()} & {*calls}), default=writer
+                )
+            if not node.is_extern() and name not in outputs and all(r == place[node] for r in readers):
+                nbytes = 0  # never leaves its kernel
+            blocks[name] = nbytes, [writer], readers, name in outputs
+            if isinstance(buffer.node.layout, ir.NonOwningLayout):
+                parts[name] = buffer.node.layout.view.get_name()
+    for name, whole in parts.items():
+        while whole in parts:
+            whole = parts[whole]
+        _, writers, readers, stays = blocks[name]
+        blocks[name] = 0, writers, readers, stays
+        if whole in blocks:
+            blocks[whole][1].extend(writers)
+            blocks[whole][2].extend(readers)
+    number = {name: i for i, name in enumerate(blocks)}
+    waits = [frozenset(place[n] for n in node.mpi_node.pred_nodes) for node in nodes]
+    found = [(n, tuple(writers), tuple(readers), stays) for n, writers, readers, stays in blocks.values()]
+    pairs = [
+        (number[old], number[new])
+        for node in nodes
+        if not node.is_extern()
+        for old, new in _overwrites(node)
+        if old in number and new in number and found[number[old]][0] == found[number[new]][0] > 0
+    ]
+    return waits, found, pairs
+
+
+def _overwrites(node: Any) -> Iterator[tuple[str, str]]:
+    """Pairs of buffers of which a kernel of Inductor's may write the second over the first, when it has read that."""
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    scheduler, parts = node.scheduler, node.get_nodes()
+    for part in parts:
+        for read in part.read_writes.reads:
+            buffer = scheduler.name_to_buf.get(read.name) or scheduler.name_to_donated_buffer.get(read.name)
+            if buffer is None or isinstance(buffer.defining_op, NopKernelSchedulerNode):
+                continue
+            if sum(any(r.name == read.name for r in other.read_writes.reads) for other in parts) > 1:
+                continue
+            if any(user.can_inplace and user.get_name() == part.get_name() for user in buffer.users):
+                yield from ((read.name, written.get_name()) for written in part.get_outputs())
+
+
+def generated_code(
+    module: fx.GraphModule, inputs: list[Any], donated: list[int], order: Order, *, backward: bool, visible: int
+) -> Code:
+    """The code that Inductor, as it is configured, makes of the forward or the backward graph of a joint graph that is being
+    compiled; no kernel is compiled. `donated`: positions of the inputs of backward that it may write over. `order`: of kernels.
+    `visible`: so many outputs come first that are not for backward. The graph is used up.
+
+    Raises CaptureError if Inductor generates no Python, and what Inductor raises.
+    """
+    import torch._inductor.graph
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import BoxedBool
+
+    if config.cpp_wrapper:
+        raise CaptureError("its code is in C++")
+    made: list[Code] = []
+
+    def generate(lowering: Any) -> Any:
+        code, _ = lowering.codegen()
+        made.append(Code(code.value, {**lowering.constants, **lowering.torchbind_constants}))
+        return types.SimpleNamespace(call=_nothing)
+
+    outputs: Any = list(module.graph.nodes)[-1]
+    last = len(outputs.args[0]) if backward else visible
+    outputs.meta["user_visible_output_idxs"] = [i for i in range(last) if isinstance(outputs.args[0][i], fx.Node)]
+    if not torch._functorch.config.donated_buffer:
+        donated = []
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", generate),
+        mock.patch.object(torch._inductor.graph, "get_donated_idxs", return_value=donated),
+        config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        kernel_order(order),
+    ):
+        compile_fx_inner(
+            module,
+            inputs,
+            cudagraphs=BoxedBool(False),
+            is_backward=backward,
+            boxed_forward_device_index=BoxedDeviceIndex(None),
+        )
+    if len(made) != 1:
+        raise CaptureError("it made no code")
+    return made[0]
+
+
+def sources_key() -> Any:
+    """Changes with the sources of this package."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(str(f) for f in sorted(Path(__file__).parent.rglob("*.py"))))
+
+
+def inductor_cache() -> Path:
+    """The folder of Inductor's caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def inductor_options(mode: str | None, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torch_echo.compile import plans
+from torch_echo.compile import plans, promised
 from torch_echo.compile._partition import left
 
 
@@ -24,8 +24,10 @@ def fresh(cost_cache: None) -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     plans.clear()
+    promised.clear()
     left.clear()
     yield
     torch._dynamo.reset()
     plans.clear()
+    promised.clear()
     left.clear()

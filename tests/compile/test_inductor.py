@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_echo import compat
-from torch_echo.compile import plans
+from torch_echo.compile import Promise, plans, promised
 from torch_echo.errors import BudgetInfeasible, OptionError
 from torch_echo.footprint import replay
 
@@ -63,6 +63,12 @@ def measured_peak(f: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) ->
     return profile.rise(torch.device("cpu"))[0]
 
 
+def predicted() -> int:
+    """The peak that the last plan promises, above parameters and inputs."""
+    graph = plans[-1].graph
+    return plans[-1].plan.peak - graph.base_bytes - graph.older_bytes
+
+
 def compiled(model: nn.Module, **options: object) -> nn.Module:
     torch._dynamo.reset()
     f: nn.Module = torch.compile(model, backend="echo", options=options)  # type: ignore[arg-type]
@@ -82,11 +88,11 @@ def test_gradients_and_peaks() -> None:
         for a, b in zip(my_grads, grads, strict=True):
             torch.testing.assert_close(a, b)
         peaks.append(measured_peak(f, model, x))
+        assert peaks[-1] == pytest.approx(predicted(), rel=0.001)
         graph = plans[-1].graph
-        above = graph.base_bytes + sum(s.nbytes for s in graph.storages if s.alloc < 0)
-        predicted = replay(graph, plans[-1].plan.dropped).peak - above
-        assert peaks[-1] == pytest.approx(
-            predicted, rel=0.1, abs=1.01 * x.nbytes
+        replayed = replay(graph, plans[-1].plan.dropped).peak - graph.base_bytes - graph.older_bytes
+        assert replayed == pytest.approx(
+            predicted(), rel=0.1, abs=1.01 * x.nbytes
         )  # Inductor writes one more of its own accord
     assert len(plans) == 2
     assert peaks[1] < 0.75 * peaks[0] <= 0.75 * eager
@@ -109,7 +115,7 @@ def test_dropout_draws_the_same_mask_again() -> None:
 
 
 def test_a_changed_option_never_meets_an_old_plan_and_an_unchanged_one_is_found_again() -> None:
-    model = Blocks(2)
+    model = Blocks()
     x = torch.randn(256, WIDTH)
     step(compiled(model, max_overhead=0.0), model, x)
     assert len(plans) == 1
@@ -118,6 +124,7 @@ def test_a_changed_option_never_meets_an_old_plan_and_an_unchanged_one_is_found_
     deep = measured_peak(compiled(model, max_overhead=1.0), model, x)
     step(compiled(model, max_overhead=1.0), model, x)
     assert len(plans) == 2  # from the cache
+    assert promised[1:] == [Promise.of(plans[1].plan)] * 3 != [promised[0]] * 3
     assert deep == measured_peak(compiled(model, max_overhead=1.0), model, x)
 
 
@@ -157,5 +164,6 @@ def test_sums_of_many_gradients_do_not_wait_for_all_their_parts() -> None:
     x = torch.randn(16, 128, WIDTH)
     eager = measured_peak(model, model, x)
     mine = measured_peak(compiled(model, max_overhead=0.0), model, x)
+    assert mine == pytest.approx(predicted(), rel=0.001)
     theirs = measured_peak(compiled(model, max_overhead=0.0, realize_reads_threshold=4), model, x)
     assert mine < eager < theirs

@@ -167,6 +167,7 @@ class Plan:
     extra_seconds: float
     step_seconds: float
     decisions: list[Decision]
+    peak: int
     notes: list[str] = field(default_factory=list)
 
 
@@ -194,7 +195,9 @@ def explained() -> dict[str, Any]:
         *(Decision("aten::mm", f"heads{i}", 1, 0, 0, 0, MIB, 0.0, "keep", "must not be re-run") for i in range(30)),
     ]  # fmt: skip
     return {
-        "plan": Plan(100 * MIB, 0.0123, 0.3, decisions, ["exact: each candidate", "searched: the prices"]),
+        "plan": Plan(
+            100 * MIB, 0.0123, 0.3, decisions, sum(after.values()), ["exact: each candidate", "searched: the prices"]
+        ),
         "before": Footprint(sum(before.values()), 0, before, graph),
         "after": Footprint(sum(after.values()), -1, after, graph, list(range(1200))),
     }
@@ -205,9 +208,16 @@ class TestExplanation:
         check("explanation", render_explanation(**explained))
 
     def test_nothing_rebuilt(self, explained: dict[str, Any]) -> None:
-        explained["plan"] = Plan(100 * MIB, 0.0, 0.0, [])
+        explained["plan"] = Plan(100 * MIB, 0.0, 0.0, [], explained["before"].peak)
         explained["after"] = explained["before"]
         check("explanation_nothing_rebuilt", render_explanation(**explained))
+
+    def test_the_peak_of_compiled_code(self, explained: dict[str, Any]) -> None:
+        explained["plan"].peak += 7 * MIB
+        lines = [line.split() for line in render_explanation(**explained).splitlines()[:2]]
+        promised, replayed = float(lines[0][2]), float(lines[1][2])
+        assert (lines[0][0], lines[1][:2]) == ("peak", ["as", "replayed"])
+        assert promised == replayed + 7
 
     def test_rows_add_up_to_the_peak(self, explained: dict[str, Any]) -> None:
         text = render_explanation(**explained)

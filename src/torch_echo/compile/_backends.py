@@ -13,7 +13,9 @@ from torch import fx
 
 from torch_echo import compat
 from torch_echo._version import __version__
+from torch_echo.compile._order import improved
 from torch_echo.compile._partition import Partitioner
+from torch_echo.compile._promise import Promise, place_of, promised
 from torch_echo.compile._share import Shared
 from torch_echo.errors import OptionError, TorchEchoError
 from torch_echo.memory import live_bytes
@@ -88,10 +90,21 @@ def _inductor(
     if options.memory_budget is not None:
         device = next((t.device for t in example_inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
         key += f" {options.budget_bytes(device)} {live_bytes(device)}"
+    place = place_of(module, example_inputs, f"{key} {patches}")
+    partitioner = Partitioner(options, True, shared)
     # Where graphs are planned together each has to be seen: only the code that Inductor makes is looked for in its caches then.
-    return compat.inductor(
-        module, example_inputs, Partitioner(options, True, shared), key, patches, cached=shared is None
-    )
+    compiled = compat.inductor(module, example_inputs, partitioner, key, patches, improved, cached=shared is None)
+    promise: Promise | None
+    if partitioner.plans:
+        promise = Promise.of(
+            max(partitioner.plans, key=lambda plan: plan.peak)
+        )  # nested regions have plans of their own
+        promise.write(place)
+    else:
+        promise = Promise.read(place)
+    if promise is not None:
+        promised.append(promise)
+    return compiled
 
 
 @_errors_pass

@@ -8,7 +8,7 @@ values are rebuilt more than once, which tags can't say, the re-runs are written
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -20,8 +20,10 @@ from torch_echo import compat, nested
 from torch_echo.compile._capture import Capture, capture, is_alias
 from torch_echo.compile._clone import clone
 from torch_echo.compile._fusion import FusedCost
+from torch_echo.compile._generated import peak_of_code
 from torch_echo.compile._head import find, split
 from torch_echo.compile._merge import merge
+from torch_echo.compile._settle import settle
 from torch_echo.compile._share import Shared
 from torch_echo.cost import AnalyticCost, CostCache, CostModel, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
@@ -29,8 +31,9 @@ from torch_echo.footprint import Replayer
 from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
 from torch_echo.options import OnInfeasible, Options, refuse_check
-from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Front, Plan, Point, footprint_of, front, plan
+from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Front, Plan, Point, footprint_of, front, plan, unmet
 from torch_echo.report.explanation import Explanation
+from torch_echo.units import format_bytes
 
 __all__ = ["Partitioner", "left", "plans", "tag"]
 
@@ -48,6 +51,10 @@ _WORTH = 0.02
 """Of the peak: logits below are left alone."""
 _SMALLER, _FASTER = 0.02, 0.005
 """Fractions of peak and step by which a head in parts has to be better."""
+_TRIES, _TRIES_FOR_BUDGET = 1, 3
+"""Plans whose code is looked up, if need be, beside the first one's."""
+_LARGE = 3000
+"""Nodes of a joint graph beyond which that takes too long."""
 
 
 class Partitioner:
@@ -59,6 +66,8 @@ class Partitioner:
         self.options = options
         self.fused = fused
         self.shared = shared
+        self.plans: list[Plan] = []
+        """Of the graphs that it was called with."""
 
     def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
@@ -72,6 +81,9 @@ class Partitioner:
                 cost = FusedCost(cost, AnalyticCost(cache, device))
             planner = _Planner(self.options, device, cost, Workspaces(cache), self.shared, kwargs["num_fwd_outputs"])
             chosen = planner.run(joint, _gradients(joint, **kwargs))
+            if self.fused:
+                chosen = planner.settled(chosen, lambda graph: compat.partition(graph, inputs, tagged=True, **kwargs))
+            planner.refuse(chosen)
             cost.save()  # the cache, with the workspaces in it
         except BudgetInfeasible:
             raise
@@ -82,18 +94,8 @@ class Partitioner:
             warnings.warn(f"torch-echo leaves a graph to PyTorch's own partition: {error}", stacklevel=2)
             return compat.partition(joint, inputs, tagged=False, **kwargs)
         plans.append(chosen.explanation)
-        made, found = chosen.explanation.plan, chosen.found
-        if made.groups:
-            clone(
-                chosen.joint,
-                found,
-                made.dropped,
-                made.groups,
-                nested.schedule(chosen.replayer, made.dropped, made.groups),
-            )
-        else:
-            tag(found, made.dropped, made.rerun)
-        return compat.partition(chosen.joint, inputs, tagged=True, **kwargs)
+        self.plans.append(chosen.plan)
+        return compat.partition(chosen.emit(), inputs, tagged=True, **kwargs)
 
 
 @dataclass
@@ -104,10 +106,33 @@ class _Planned:
     found: Capture
     replayer: Replayer
     explanation: Explanation
+    points: Front | None = None
+    """Other plans to choose from."""
 
     @property
     def plan(self) -> Plan:
         return self.explanation.plan
+
+    def emit(self) -> fx.GraphModule:
+        """The joint graph with the plan written into it."""
+        made = self.plan
+        if made.groups:
+            steps = nested.schedule(self.replayer, made.dropped, made.groups)
+            clone(self.joint, self.found, made.dropped, made.groups, steps)
+        else:
+            tag(self.found, made.dropped, made.rerun)
+        return self.joint
+
+    def copy(self) -> _Planned:
+        """The same with a joint graph of its own."""
+        joint, node_of = _copied(self.joint)
+        found = replace(
+            self.found,
+            op_of={node_of[node]: op for node, op in self.found.op_of.items()},
+            value_of={node_of[node]: value for node, value in self.found.value_of.items()},
+            stale={node_of[node] for node in self.found.stale},
+        )
+        return replace(self, joint=joint, found=found)
 
 
 class _Planner:
@@ -146,16 +171,87 @@ class _Planner:
                     best = one
                 elif best is not first:
                     break
-        among_others = self.shared is not None and (self.shared.among_others or bool(self.shared.chosen))
-        infeasible = self.budget is not None and best.plan.peak > self.budget
-        if infeasible and self.options.on_infeasible == "raise" and not among_others:
-            self._plan(best.found.graph, self.options.max_overhead, "raise")
         if self.shared is not None and best is not first:
             self.shared.leave()
         return best
 
+    def refuse(self, chosen: _Planned) -> None:
+        """Raises BudgetInfeasible for a plan that takes more than the budget, if that is not to be settled with other graphs."""
+        among_others = self.shared is not None and (self.shared.among_others or bool(self.shared.chosen))
+        if self.budget is not None and chosen.plan.peak > self.budget:
+            if self.options.on_infeasible == "raise" and not among_others:
+                held = [(layer, kind, n) for (layer, kind), n in chosen.explanation.after.composition().items()]
+                raise BudgetInfeasible(self.budget, chosen.plan.peak, held)
+            if unmet(self.budget) not in chosen.plan.notes:
+                chosen.plan.notes.append(unmet(self.budget))
+
+    def settled(self, chosen: _Planned, split: Callable[[fx.GraphModule], Any]) -> _Planned:
+        """The plan with the peak of the code that Inductor makes of it; another one, where that one's is not what is asked for.
+        `split`: PyTorch's partitioner."""
+        if chosen.found.region:
+            return chosen
+        graph = chosen.found.graph
+        known = compat.mutated_inputs(chosen.joint.graph)
+        held = [mutated is None for mutated in known][: self.num_fwd_outputs]
+        looked_up: dict[Point, _Planned] = {}
+
+        def peak_of(point: Point) -> int:
+            one = chosen
+            if looked_up:
+                made = self._plan(graph, self.options.max_overhead, "least", chosen.points, point)
+                one = self._planned(chosen.joint, chosen.found, made)
+            looked_up[point] = one
+            parts = split(one.copy().emit())
+            return graph.base_bytes + graph.older_bytes + peak_of_code(parts[0], parts[1], held, self.workspaces)
+
+        points = chosen.points.points if chosen.points is not None else []
+        tries = _TRIES if self.budget is None else _TRIES_FOR_BUDGET
+        if not points or len(chosen.joint.graph.nodes) > _LARGE:
+            tries = 0
+        limit = DEFAULT_MAX_OVERHEAD if self.options.max_overhead is None else self.options.max_overhead
+        made = chosen.plan
+        same = (p for p in points if (p.dropped, p.groups) == (made.dropped, made.groups))
+        first = Point(made.dropped, chosen.explanation.after.peak, made.extra_seconds, "chosen", made.groups)
+        try:
+            point, peak = settle(
+                points,
+                next(same, first),
+                peak_of,
+                budget=self.budget,
+                seconds=limit * graph.step_seconds,
+                eager=lambda: self._eager_peak(chosen),
+                tries=tries,
+            )
+        except Exception as error:  # whatever Inductor does with a graph that it has not been asked to compile yet
+            reason = f"the peak is the replay's: Inductor's code could not be looked at ({error})"
+            if not isinstance(error, CaptureError):
+                warnings.warn(f"torch-echo: {reason}", stacklevel=2)
+            made.notes.append(reason)
+            return chosen
+        best = looked_up[point]
+        notes = [f"the peak is that of Inductor's code; the replay's is {format_bytes(best.explanation.after.peak)}"]
+        if best is not chosen:
+            notes.append(
+                f"{len(looked_up)} plans were looked up in Inductor's code; the replay alone would have chosen another"
+            )
+        if self.budget is not None:  # as replayed it may not be met
+            notes = [*(n for n in best.plan.notes if n != unmet(self.budget)), *notes]
+        else:
+            notes = [*best.plan.notes, *notes]
+        final = replace(best.plan, peak=peak, floor=min(best.plan.floor, peak), notes=notes)
+        if self.shared is not None and chosen.points is not None:
+            self.shared.took(final)
+        return replace(best, explanation=replace(best.explanation, plan=final))
+
+    def _eager_peak(self, chosen: _Planned) -> int:
+        """What the graph takes with PyTorch's kernels, when nothing is dropped."""
+        found = capture(chosen.joint, self.num_fwd_outputs, None, self.workspaces)
+        return chosen.found.graph.base_bytes + Replayer(found.graph).replay().peak
+
     def _as_it_is(self, joint: fx.GraphModule, found: Capture) -> _Planned:
-        return self._planned(joint, found, self._plan(found.graph, self.options.max_overhead, "least"))
+        points = front(found.graph, nested=True) if self.options.policy == "echo" else None
+        made = self._plan(found.graph, self.options.max_overhead, "least", points)
+        return replace(self._planned(joint, found, made), points=points)
 
     def _among_others(self, joint: fx.GraphModule, found: Capture, gradients: tuple[int, int]) -> _Planned:
         """A graph as it is, with the plan that was chosen for it among the others of a step, or the first to offer them."""
@@ -164,7 +260,7 @@ class _Planner:
         chosen = self.shared.meet(found.graph, points, gradients)
         made = self._plan(found.graph, self.options.max_overhead, "least", points, chosen)
         self.shared.took(made)
-        return self._planned(joint, found, made)
+        return replace(self._planned(joint, found, made), points=None if chosen else points)
 
     @staticmethod
     def _planned(joint: fx.GraphModule, found: Capture, made: Plan) -> _Planned:
@@ -240,6 +336,17 @@ def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs
             compat.tag_recompute(node, op in rerun)
+
+
+def _copied(joint: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A joint graph once more, and what its nodes are there."""
+    graph = fx.Graph()
+    node_of: dict[fx.Node, fx.Node] = {}
+    found: Any = graph.graph_copy(joint.graph, node_of, return_output_node=True)
+    returned, output = found
+    node_of[output] = graph.output(returned, type_expr=getattr(output, "type", None))
+    node_of[output].meta = dict(output.meta)
+    return fx.GraphModule(joint, graph), node_of
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_echo.errors import BudgetInfeasible
 from torch_echo.footprint import Replayer
 from torch_echo.graph import TrainingGraph
-from torch_echo.planning import DEFAULT_MAX_OVERHEAD, Choice, Front, Member, Plan, Point, choice_of, share, shared_peak
+from torch_echo.planning import (
+    DEFAULT_MAX_OVERHEAD,
+    Choice,
+    Front,
+    Member,
+    Plan,
+    Point,
+    choice_of,
+    footprint_of,
+    share,
+    shared_peak,
+)
 from torch_echo.units import format_bytes
 
 __all__ = ["Settled", "Shared"]
@@ -131,8 +142,9 @@ class Shared:
             left = parameters + (
                 others if order.count(m) > 1 else 0
             )  # what its runs share is summed up until its own maker's turn
-            members.append(Member([choice_of(replayer, p) for p in each.front.points], left))
             assert each.plan is not None
+            beyond = each.plan.peak - footprint_of(replayer, each.plan).peak  # by Inductor's code; of all plans alike
+            members.append(Member([_beyond(choice_of(replayer, p), beyond) for p in each.front.points], left))
             now.append(_index(each.front, each.plan))
         before = shared_peak(members, order, now)
         fits = budget is None or alive + before <= budget
@@ -170,6 +182,12 @@ class Shared:
             note,
         )
         return again
+
+
+def _beyond(choice: Choice, nbytes: int) -> Choice:
+    """A choice that takes so many bytes more."""
+    kept = choice.kept
+    return replace(choice, forward=max(kept, choice.forward + nbytes), backward=max(kept, choice.backward + nbytes))
 
 
 def _index(front: Front, plan: Plan) -> int:

@@ -12,7 +12,7 @@ from torch_echo.planning._cut import MinCut
 from torch_echo.planning._explain import Decision
 from torch_echo.planning._front import Front, Point
 from torch_echo.planning._paper import is_heavy
-from torch_echo.planning._plan import DEFAULT_MAX_OVERHEAD, Plan, footprint_of, plan
+from torch_echo.planning._plan import DEFAULT_MAX_OVERHEAD, Plan, footprint_of, plan, unmet
 from torch_echo.planning._prices import Prices
 from torch_echo.planning._search import Effort, front
 from torch_echo.planning._share import Choice, Member, choice_of, share, shared_peak
@@ -37,4 +37,5 @@ __all__ = [
     "plan",
     "share",
     "shared_peak",
+    "unmet",
 ]

@@ -21,7 +21,7 @@ from torch_echo.planning._prices import Prices
 from torch_echo.planning._search import Search
 from torch_echo.units import format_bytes
 
-__all__ = ["DEFAULT_MAX_OVERHEAD", "Plan", "footprint_of", "plan"]
+__all__ = ["DEFAULT_MAX_OVERHEAD", "Plan", "footprint_of", "plan", "unmet"]
 
 DEFAULT_MAX_OVERHEAD = 0.05
 """Fraction of the step's time, where neither a budget nor an overhead is asked for."""
@@ -34,7 +34,7 @@ class Plan:
     dropped: frozenset[int]
     """Values dropped in forward and rebuilt in backward."""
     peak: int
-    """Bytes: the replayed peak under the plan."""
+    """Bytes: the replayed peak under the plan, or that of the code which a compiler makes of it."""
     base_peak: int
     """Bytes: the replayed peak with everything kept."""
     floor: int
@@ -108,7 +108,7 @@ def plan(
         if on_infeasible == "raise":
             held = [(layer, kind, n) for (layer, kind), n in footprint.composition().items()]
             raise BudgetInfeasible(budget, point.peak, held)
-        notes.append(f"the budget of {format_bytes(budget)} can't be met; this is the plan with the least peak")
+        notes.append(unmet(budget))
     return Plan(
         dropped=point.dropped,
         peak=point.peak,
@@ -129,6 +129,11 @@ def footprint_of(replayer: Replayer, point: Point | Plan) -> Footprint:
     if point.groups:
         return replay_nested(replayer, point.dropped, point.groups)
     return replayer.replay(point.dropped)
+
+
+def unmet(budget: int) -> str:
+    """The note of a plan that was taken although it takes more than so many bytes."""
+    return f"the budget of {format_bytes(budget)} can't be met; this is the plan with the least peak"
 
 
 def _check(budget: int | None, max_overhead: float | None, policy: str, on_infeasible: str) -> None:

@@ -82,7 +82,7 @@ class Explanation:
         return "\n\n\n".join(parts)
 
     def __repr__(self) -> str:
-        peaks = f"peak {self.after.peak} instead of {self.before.peak} bytes"
+        peaks = f"peak {self.plan.peak} instead of {self.before.peak} bytes"
         return f"<{type(self).__name__}: {peaks}; print it for the table>"
 
 

@@ -214,8 +214,10 @@ def _note_rows(s: Summary) -> list[tuple[str, RenderableType]]:
 
 def _headline(plan: Plan, before: Footprint, after: Footprint) -> RenderableType:
     grid = _grid("left", "left")
-    ratio = f": {after.peak / before.peak:.2f}x" if before.peak else ""
-    grid.add_row("peak memory", f"{format_bytes(after.peak)} instead of {format_bytes(before.peak)}{ratio}")
+    ratio = f": {plan.peak / before.peak:.2f}x" if before.peak else ""
+    grid.add_row("peak memory", f"{format_bytes(plan.peak)} instead of {format_bytes(before.peak)}{ratio}")
+    if plan.peak != after.peak:  # what a compiler makes of the plan
+        grid.add_row("as replayed", format_bytes(after.peak))
     now, then = _place(after), _place(before)
     grid.add_row("reached in", now if now == then else f"{now}; before: {then}")
     grid.add_row("least reachable", format_bytes(plan.floor))
