@@ -392,7 +392,7 @@ _ABOVE_KERNELS = _keys_above_kernels()
 def without_tracing() -> Iterator[None]:
     """No dispatch modes on this thread's stack (autograd asks whether there are any, though they are not called), and no ops in
     Python instead of those in C++."""
-    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher(), with_kernels():
         yield
 
 
@@ -744,6 +744,103 @@ def profiler_running() -> bool:
     """Is a profiler active on this thread, so that it sees what the thread allocates, and a second one cannot start?"""
     running: bool = torch._C._autograd._profiler_enabled()
     return running
+
+
+# --- running without kernels ---------------------------------------------------------------------------------------------
+
+_BEFORE_KERNELS = torch._C._dispatch_key_parse("Fake")
+"""A dispatch key below autograd, views and modes, and above the choice of a kernel. PyTorch keeps it for tensors without content of
+libraries of others, and has nothing on it."""
+
+_VIEWS = (
+    "alias", "as_strided", "detach", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze",
+    "squeeze.dim", "t", "transpose.int", "unbind.int", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
+)  # fmt: skip
+
+
+@functools.cache
+def on_kernel(handler: Callable[..., Any]) -> Any:
+    """Have `handler` called in place of each kernel, with the op's overload and its arguments, wherever :class:`without_kernels` is
+    on. Stays for the life of the process.
+
+    Not for views: what C++ makes parameters from must not have been seen by Python.
+    """
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(handler, "Fake")
+    views = torch.library.Library("aten", "IMPL", "Fake")
+    for name in _VIEWS:
+        views.impl(name, torch.library.fallthrough_kernel)
+    return library, views
+
+
+class without_kernels:
+    """Context: this thread, and backward passes that it starts, call what :func:`on_kernel` was given instead of kernels."""
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*(error or (None, None, None)))
+
+
+class with_kernels:
+    """Context: within :class:`without_kernels`, as usual."""
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_KERNELS))
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+
+
+def is_made_of_others(func: Any) -> bool:
+    """Has the op no kernel of its own on a CPU, but one that calls other ops?"""
+
+    def has(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[arg-type]
+
+    return not has("CPU") and (has("CompositeExplicitAutograd") or has("CompositeImplicitAutograd"))
+
+
+def call_kernel(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call the CPU's kernel of an op, past all that stands before it; the ops that it calls are dispatched as usual."""
+    return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+
+
+def needs_content(func: Any) -> bool:
+    """Do sizes of its outputs, or what it returns to Python, depend on what is in its arguments?"""
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+class Fakes:
+    """Runs op calls on fake tensors: what would they return?"""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._mode = FakeTensorMode()
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]]:
+        """The result of ``func(*args, **kwargs)``, and the tensors in `args` and `kwargs` as they were given to it, with those
+        that stood for them, in order."""
+        given: list[Any] = []
+        stand: list[Any] = []
+
+        def fake(a: Any) -> Any:
+            if not isinstance(a, torch.Tensor):
+                return a
+            if not any(a is g for g in given):
+                given.append(a)
+                stand.append(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device))
+            return next(s for g, s in zip(given, stand, strict=True) if g is a)
+
+        alone = torch.utils._python_dispatch._disable_current_modes()
+        with alone, with_kernels(), torch._C._AutoDispatchBelowAutograd(), self._mode:
+            fakes = map_leaves(fake, (list(args), dict(kwargs)))
+            result = func(*fakes[0], **fakes[1])
+        return result, given, stand
 
 
 # --- joint graphs of AOTAutograd -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@
 
 from torch_echo.cost._analytic import AnalyticCost
 from torch_echo.cost._cache import CostCache, cache_folder, device_key
-from torch_echo.cost._flops import Work, is_view, work_of
+from torch_echo.cost._flops import Work, is_view, work_of, written
 from torch_echo.cost._measured import MeasuredCost, clock, measure
 from torch_echo.cost._model import COST_MODELS, CostModel, get_cost_model
 from torch_echo.cost._spec import Literal, OpSpec, SpecError, TensorSpec, materialize, spec_of
@@ -39,4 +39,5 @@ __all__ = [
     "measure",
     "spec_of",
     "work_of",
+    "written",
 ]

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
+from torch_echo._script import script_line
 from torch_echo.cost import clock, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, DifferenceFound, TorchEchoError, UnsupportedDevice
 from torch_echo.footprint import replay
@@ -43,7 +44,7 @@ from torch_echo.report.explanation import Explanation
 from torch_echo.report.summary import KindSummary, Summary, rebuilt_by_layer
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
-from torch_echo.tape._check import Check, CheckedTape, script_line
+from torch_echo.tape._check import Check, CheckedTape
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
 from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, engine_seconds, install_plan

@@ -1,0 +1,167 @@
+"""What is done in place of an op's kernel, by the description of the call.
+
+Four things may be done (:class:`Way`). Which outputs a call has is asked of PyTorch's fake tensors, once for each description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from torch_echo import compat
+from torch_echo.cost import OpSpec, is_view
+from torch_echo.dry._workspace import own_outputs, workspace
+from torch_echo.errors import CaptureError
+
+__all__ = ["Call", "Made", "Way", "describe", "tensors_in", "way_of"]
+
+_SMALL = 1 << 16
+_SMALL_NUMBERS = 1 << 24
+"""Bytes that a call may read and make to be computed; the second where all of them are integers or truth values."""
+
+_ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
+
+_COMPUTE = frozenset(["copy_", "stack", "convolution", "convolution_backward", "_foreach_copy_"])
+"""Ops that are made of others by their registration, but compute by themselves; those of oneDNN do too."""
+
+_LENGTHS = {"_pack_padded_sequence": 1}
+"""Ops whose outputs' sizes depend on content although they don't say so: on that of the argument at this position only."""
+
+
+class Way(Enum):
+    """What becomes of the calls of an op."""
+
+    RUN = "run"
+    """It is run: views and allocations touch no content."""
+    INSIDE = "inside"
+    """Made of others, it calls those, so that what lives between them is there."""
+    SKIP = "skip"
+    """What it returns is allocated, and for a moment what its kernel allocates for itself. Where what it reads is real and small
+    (lengths, masks, an optimizer's count of steps), it is run, so that code which looks at it goes its way."""
+    READ = "read"
+    """What it returns to the caller, or the size of it, depends on content: it is run where that is real, else refused."""
+
+
+@dataclass(slots=True)
+class Made:
+    """A tensor that a call makes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> torch.Tensor:
+        """Memory for it."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@dataclass(slots=True)
+class Call:
+    """What a call of one description does."""
+
+    func: Any
+    spec: OpSpec
+    way: Way
+    small: bool = False
+    """Little enough to be computed, if what it reads is real."""
+    outputs: Any = None
+    """What it returns: nested tuples of Made, of numbers of its tensor arguments, and of other things, each in a list."""
+    reads: int | None = None
+    """Position of the argument whose content is looked at; None: of none, or with Way.READ of all."""
+    workspace: int = 0
+    """Bytes that its kernel allocates for itself, while all of its outputs are there."""
+
+    def result(self, tensors: list[torch.Tensor]) -> Any:
+        """What a call with these tensors among its arguments returns, without content."""
+        return _filled(self.outputs, tensors)
+
+
+def name_of(func: Any) -> str:
+    """Without namespace and overload."""
+    return compat.op_name(func)[0].partition("::")[2]
+
+
+def way_of(func: Any) -> Way:
+    """What becomes of the calls of an op."""
+    name = name_of(func)
+    if compat.needs_content(func):
+        return Way.READ
+    returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
+    if is_view(func) or name in _ALLOCATIONS or not (returns_tensors or compat.mutated_arguments(func)):
+        return Way.RUN
+    if compat.is_made_of_others(func) and name not in _COMPUTE and not name.startswith("mkldnn"):
+        return Way.INSIDE
+    return Way.SKIP
+
+
+def tensors_in(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results, in order."""
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, (list, tuple)):
+        for item in node:
+            yield from tensors_in(item)
+    elif isinstance(node, dict):
+        yield from tensors_in(list(node.values()))
+
+
+def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: compat.Fakes) -> Call:
+    """See :class:`Call`. Cost: about a millisecond. Raises CaptureError for ops of which nobody knows what they return."""
+    tensors = list(tensors_in((args, kwargs)))
+    named = {torch.device(kwargs["device"]).type} if kwargs.get("device") is not None else set()
+    if ({t.device.type for t in tensors} | named) - {"cpu"}:
+        return Call(func, spec, Way.RUN)  # on the meta device: somebody asks for sizes
+    if any(t.layout != "strided" for t in spec.tensors()):
+        raise CaptureError(f"{spec.op}: only dense tensors are run without content")
+    if way is not Way.SKIP:
+        return Call(func, spec, way, reads=_LENGTHS.get(name_of(func)))
+    try:
+        result, given, fake = fakes.of(func, args, kwargs)
+    except Exception as error:  # whatever it is that the op dislikes about tensors without content
+        raise CaptureError(f"{spec.op}: what it returns is not known without running it ({error})") from error
+    number = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    known = {id(f): number[id(g)] for f, g in zip(fake, given, strict=True)}
+    outputs = own_outputs(spec, _outputs(result, known))
+    made = list(_made(outputs))
+    sizes = sum(t.unique_bytes() for t in spec.tensors()) + sum(_nbytes(m) for m in made)
+    numbers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (*tensors, *made))
+    small = sizes <= (_SMALL_NUMBERS if numbers else _SMALL)
+    return Call(func, spec, way, small, outputs, workspace(spec, made))
+
+
+def _outputs(node: Any, known: dict[int, int]) -> Any:
+    if isinstance(node, torch.Tensor):
+        if id(node) in known:
+            return known[id(node)]
+        return Made(tuple(map(int, node.shape)), tuple(map(int, node.stride())), node.dtype)
+    if isinstance(node, (list, tuple)):
+        return tuple([_outputs(item, known) for item in node])
+    return [compat.size_hint(node) if isinstance(node, torch.SymInt) else node]
+
+
+def _made(node: Any) -> Iterator[Made]:
+    if type(node) is Made:
+        yield node
+    elif type(node) is tuple:
+        for item in node:
+            yield from _made(item)
+
+
+def _nbytes(made: Made) -> int:
+    if 0 in made.shape:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(made.shape, made.stride, strict=True))) * made.dtype.itemsize
+
+
+def _filled(node: Any, tensors: list[torch.Tensor]) -> Any:
+    if type(node) is Made:
+        return node.make()
+    if type(node) is int:
+        return tensors[node]
+    if type(node) is tuple:
+        return tuple([_filled(item, tensors) for item in node])
+    return node[0]

@@ -1,0 +1,147 @@
+"""A dry run: a training step in which no kernel is called.
+
+Everything else happens as ever: the script's Python, autograd in C++ with its in-place accumulation, hooks, optimizers, PyTorch's
+allocator. Tensors are real ones, of full size, but nothing is written to their memory, so that the system has no pages to give
+(it does at the first write). So whoever counts allocations sees what a real step would show, to the byte, but for what kernels
+allocate for themselves, which is modelled (``_workspace``).
+
+How: below autograd and modes, and above the choice of a kernel, the dispatcher has a key that PyTorch leaves to others. A fallback
+there sees every op of this thread and of the backward passes that it starts. PyTorch's FakeTensorMode will not do: it is a
+dispatch mode, and under one autograd takes other formulas, with other peaks.
+
+What is not modelled: memory that does not come from PyTorch's allocator; fragmentation; code that looks at content
+(``.item()``) that was not computed, which raises CaptureError.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torch_echo import compat
+from torch_echo._script import script_line
+from torch_echo.cost import OpSpec, spec_of, written
+from torch_echo.dry._calls import Call, Way, describe, tensors_in, way_of
+from torch_echo.errors import CaptureError
+
+__all__ = ["DryRun"]
+
+_PRUNE = 1 << 14
+
+
+class DryRun:
+    """Context in which no kernel is called. What is built and trained in it must be built in it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, Call]] = []
+        """Every call that would have run a kernel, in order: the autograd node that made it (by sequence number; -1 outside of
+        backward), and what it was."""
+        self._ways: dict[Any, Way] = {}
+        self._known: dict[OpSpec, Call] = {}
+        self._fakes = compat.Fakes()
+        self._made: dict[int, Any] = {}
+        """Storages allocated in here, by key, with references that keep the keys theirs."""
+        self._hollow: set[int] = set()
+        """Those of them whose content was not computed."""
+        self._room = _PRUNE
+
+    def __enter__(self) -> DryRun:
+        global _running
+        if _running is not None:
+            raise CaptureError("a dry run is under way already")
+        compat.on_kernel(_kernel)
+        self._random = torch.get_rng_state().numpy().copy()  # no tensor, which would count
+        self._context = compat.without_kernels()
+        self._context.__enter__()
+        _running = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _running
+        _running = None
+        self._context.__exit__()
+        torch.set_rng_state(torch.from_numpy(self._random))
+
+    def kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What takes the place of a kernel."""
+        way = self._ways.get(func)
+        if way is None:
+            way = self._ways[func] = way_of(func)
+        if way is Way.RUN:
+            return self._run(func, args, kwargs)
+        spec = spec_of(func, args, kwargs)
+        call = self._known.get(spec)
+        if call is None:
+            call = self._known[spec] = describe(func, spec, way, args, kwargs, self._fakes)
+        if call.way is Way.RUN:
+            with compat.with_kernels():
+                return func(*args, **kwargs)
+        if call.way is Way.INSIDE:
+            if call.reads is not None and compat.storage_key(args[call.reads]) in self._hollow:
+                raise _unreadable(call)
+            return compat.call_kernel(func, args, kwargs)
+        node = compat.current_node()
+        self.calls.append((-1 if node is None else compat.node_sequence(node), call))
+        tensors = list(tensors_in((args, kwargs)))
+        keys = [compat.storage_key(t) for t in tensors]
+        hollow = not self._hollow.isdisjoint(keys)
+        if call.way is Way.READ and hollow:
+            raise _unreadable(call)
+        if not hollow and (call.small or call.way is Way.READ):
+            return self._run(func, args, kwargs)
+        for t, key in zip(tensors, keys, strict=True):
+            if key not in self._made and isinstance(t, torch.nn.Parameter):
+                raise CaptureError(
+                    f"{script_line()}: a parameter of size {list(t.shape)} was made before the prediction began: make the model in the function that is given"
+                )
+        with compat.with_kernels():
+            result = call.result(tensors)
+            if call.workspace:
+                torch.UntypedStorage(call.workspace)
+        for t in (*tensors_in(result), *tensors_in(written(func, args, kwargs))):
+            self._hollow.add(self._note(t))
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with compat.with_kernels():
+            result = func(*args, **kwargs)
+        for t in tensors_in(result):
+            self._note(t)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> int:
+        """Take in a tensor's storage; its key."""
+        key = compat.storage_key(tensor)
+        if key not in self._made:
+            if len(self._made) > self._room:
+                self._prune()
+            self._made[key] = compat.StorageWeakRef(tensor.untyped_storage())
+        return key
+
+    def _prune(self) -> None:
+        dead = [key for key, ref in self._made.items() if ref.expired()]
+        for key in dead:
+            del self._made[key]
+        self._hollow.difference_update(dead)
+        self._room = 2 * len(self._made) + _PRUNE
+
+
+def _unreadable(call: Call) -> CaptureError:
+    return CaptureError(
+        f"{script_line()}: {call.spec.op} reads what a tensor contains, but in a prediction nothing is computed: what the step "
+        "does may not depend on it"
+    )
+
+
+_running: DryRun | None = None
+
+
+def _kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if _running is None:  # the context's thread state outlives it on another thread
+        with compat.with_kernels():
+            return func(*args, **kwargs)
+    return _running.kernel(func, args, kwargs)
