@@ -169,6 +169,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_nested else key
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a dense tensor's storage is, and its content: the two identify it among those that live. Unlike :func:`storage_key`, it
+    makes no Python object of the storage, which would count as an owner: autograd adds gradients in place where there is one."""
+    return torch._C._storage_address(tensor), tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
+
+
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape; of a ragged tensor, that of all its rows together, and () of one that does not tell."""
     if not tensor.is_nested:

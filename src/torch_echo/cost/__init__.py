@@ -13,7 +13,7 @@
 from torch_echo.cost._analytic import AnalyticCost
 from torch_echo.cost._cache import CostCache, cache_folder, device_key
 from torch_echo.cost._flops import Work, is_view, work_of, written
-from torch_echo.cost._measured import MeasuredCost, clock, measure
+from torch_echo.cost._measured import MeasuredCost, clock, measure, undisturbed
 from torch_echo.cost._model import COST_MODELS, CostModel, get_cost_model
 from torch_echo.cost._spec import Literal, OpSpec, SpecError, TensorSpec, materialize, spec_of
 from torch_echo.cost._workspace import Workspaces
@@ -38,6 +38,7 @@ __all__ = [
     "materialize",
     "measure",
     "spec_of",
+    "undisturbed",
     "work_of",
     "written",
 ]

@@ -5,7 +5,7 @@ Four things may be done (:class:`Way`). Which outputs a call has is asked of PyT
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 
 from torch_echo import compat
 from torch_echo.cost import OpSpec, is_view
-from torch_echo.dry._workspace import own_outputs, workspace
+from torch_echo.dry._workspace import KernelWorkspaces
 from torch_echo.errors import CaptureError
 
-__all__ = ["Call", "Made", "Way", "describe", "tensors_in", "way_of"]
+__all__ = ["LENGTHS", "Call", "Made", "Way", "describe", "name_of", "tensors_in", "way_of"]
 
 _SMALL = 1 << 16
 _SMALL_NUMBERS = 1 << 24
@@ -28,8 +28,31 @@ _ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permute
 _COMPUTE = frozenset(["copy_", "stack", "convolution", "convolution_backward", "_foreach_copy_"])
 """Ops that are made of others by their registration, but compute by themselves; those of oneDNN do too."""
 
-_LENGTHS = {"_pack_padded_sequence": 1}
-"""Ops whose outputs' sizes depend on content although they don't say so: on that of the argument at this position only."""
+LENGTHS = {"_pack_padded_sequence": (1,), "_ctc_loss": (2, 3)}
+"""Ops whose outputs' sizes depend on the content of the arguments at these positions only."""
+
+
+@dataclass(slots=True)
+class Made:
+    """A tensor that a call makes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> torch.Tensor:
+        """Memory for it."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+def _ctc_loss(scores: torch.Tensor, _: Any, lengths: Any, targets: Any, *rest: Any) -> tuple[Made, Made]:
+    losses, most = len(lengths), 2 * int(max(targets)) + 1
+    steps = scores.shape[0]
+    return Made((losses,), (1,), scores.dtype), Made((losses, steps, most), (steps * most, most, 1), scores.dtype)
+
+
+_OUTPUTS: dict[str, Callable[..., tuple[Made, ...]]] = {"_ctc_loss": _ctc_loss}
+"""What ops return of which fake tensors say that it depends on content, though it is known from the lengths."""
 
 
 class Way(Enum):
@@ -47,19 +70,6 @@ class Way(Enum):
 
 
 @dataclass(slots=True)
-class Made:
-    """A tensor that a call makes."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self) -> torch.Tensor:
-        """Memory for it."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-
-
-@dataclass(slots=True)
 class Call:
     """What a call of one description does."""
 
@@ -70,8 +80,6 @@ class Call:
     """Little enough to be computed, if what it reads is real."""
     outputs: Any = None
     """What it returns: nested tuples of Made, of numbers of its tensor arguments, and of other things, each in a list."""
-    reads: int | None = None
-    """Position of the argument whose content is looked at; None: of none, or with Way.READ of all."""
     workspace: int = 0
     """Bytes that its kernel allocates for itself, while all of its outputs are there."""
 
@@ -88,6 +96,8 @@ def name_of(func: Any) -> str:
 def way_of(func: Any) -> Way:
     """What becomes of the calls of an op."""
     name = name_of(func)
+    if name in _OUTPUTS:
+        return Way.SKIP
     if compat.needs_content(func):
         return Way.READ
     returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
@@ -109,7 +119,7 @@ def tensors_in(node: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(node.values()))
 
 
-def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: compat.Fakes) -> Call:
+def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: compat.Fakes, workspaces: KernelWorkspaces) -> Call:
     """See :class:`Call`. Cost: about a millisecond. Raises CaptureError for ops of which nobody knows what they return."""
     tensors = list(tensors_in((args, kwargs)))
     named = {torch.device(kwargs["device"]).type} if kwargs.get("device") is not None else set()
@@ -118,19 +128,30 @@ def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: c
     if any(t.layout != "strided" for t in spec.tensors()):
         raise CaptureError(f"{spec.op}: only dense tensors are run without content")
     if way is not Way.SKIP:
-        return Call(func, spec, way, reads=_LENGTHS.get(name_of(func)))
+        return Call(func, spec, way)
+    outputs = _outputs_of(func, spec, tensors, args, kwargs, fakes)
+    for i, nbytes in workspaces.own_outputs(spec).items():
+        outputs = (*outputs[:i], Made((nbytes,), (1,), torch.uint8), *outputs[i + 1 :])
+    made = list(_made(outputs))
+    sizes = sum(t.unique_bytes() for t in spec.tensors()) + sum(_nbytes(m) for m in made)
+    numbers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (*tensors, *made))
+    small = sizes <= (_SMALL_NUMBERS if numbers else _SMALL)
+    return Call(func, spec, way, small, outputs, 0 if small else workspaces.nbytes(func, spec))
+
+
+def _outputs_of(
+    func: Any, spec: OpSpec, tensors: list[torch.Tensor], args: Any, kwargs: Any, fakes: compat.Fakes
+) -> Any:
+    """See :class:`Call`."""
+    own = _OUTPUTS.get(name_of(func))
+    if own is not None:
+        return own(*args, **kwargs)
     try:
         result, given, fake = fakes.of(func, args, kwargs)
     except Exception as error:  # whatever it is that the op dislikes about tensors without content
         raise CaptureError(f"{spec.op}: what it returns is not known without running it ({error})") from error
     number = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
-    known = {id(f): number[id(g)] for f, g in zip(fake, given, strict=True)}
-    outputs = own_outputs(spec, _outputs(result, known))
-    made = list(_made(outputs))
-    sizes = sum(t.unique_bytes() for t in spec.tensors()) + sum(_nbytes(m) for m in made)
-    numbers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (*tensors, *made))
-    small = sizes <= (_SMALL_NUMBERS if numbers else _SMALL)
-    return Call(func, spec, way, small, outputs, workspace(spec, made))
+    return _outputs(result, {id(f): number[id(g)] for f, g in zip(fake, given, strict=True)})
 
 
 def _outputs(node: Any, known: dict[int, int]) -> Any:

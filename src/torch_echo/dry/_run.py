@@ -22,13 +22,12 @@ import torch
 
 from torch_echo import compat
 from torch_echo._script import script_line
-from torch_echo.cost import OpSpec, spec_of, written
-from torch_echo.dry._calls import Call, Way, describe, tensors_in, way_of
+from torch_echo.cost import CostCache, OpSpec, device_key, spec_of, written
+from torch_echo.dry._calls import LENGTHS, Call, Way, describe, name_of, tensors_in, way_of
+from torch_echo.dry._workspace import KernelWorkspaces
 from torch_echo.errors import CaptureError
 
 __all__ = ["DryRun"]
-
-_PRUNE = 1 << 14
 
 
 class DryRun:
@@ -39,13 +38,14 @@ class DryRun:
         """Every call that would have run a kernel, in order: the autograd node that made it (by sequence number; -1 outside of
         backward), and what it was."""
         self._ways: dict[Any, Way] = {}
-        self._known: dict[OpSpec, Call] = {}
+        self._known: dict[tuple[OpSpec, bool], Call] = {}
         self._fakes = compat.Fakes()
-        self._made: dict[int, Any] = {}
-        """Storages allocated in here, by key, with references that keep the keys theirs."""
+        self._cache = CostCache(device_key(torch.device("cpu")))
+        self._workspaces = KernelWorkspaces(self._cache)
+        self._made: dict[int, int] = {}
+        """Storages allocated in here, and where their content is. Those that are gone stay until another comes to their place."""
         self._hollow: set[int] = set()
         """Those of them whose content was not computed."""
-        self._room = _PRUNE
 
     def __enter__(self) -> DryRun:
         global _running
@@ -64,6 +64,7 @@ class DryRun:
         global _running
         _running = None
         self._context.__exit__()
+        self._cache.save()
         torch.set_rng_state(torch.from_numpy(self._random))
 
     def kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -74,65 +75,63 @@ class DryRun:
         if way is Way.RUN:
             return self._run(func, args, kwargs)
         spec = spec_of(func, args, kwargs)
-        call = self._known.get(spec)
+        lengths = LENGTHS.get(name_of(func))
+        if lengths is not None:
+            if any(self._is_hollow(t) for t in tensors_in([args[i] for i in lengths])):
+                raise _unreadable(spec)
+            self._known.pop((spec, torch.is_grad_enabled()), None)
+        key = spec, torch.is_grad_enabled()
+        call = self._known.get(key)
         if call is None:
-            call = self._known[spec] = describe(func, spec, way, args, kwargs, self._fakes)
+            call = self._known[key] = describe(func, spec, way, args, kwargs, self._fakes, self._workspaces)
         if call.way is Way.RUN:
             with compat.with_kernels():
                 return func(*args, **kwargs)
         if call.way is Way.INSIDE:
-            if call.reads is not None and compat.storage_key(args[call.reads]) in self._hollow:
-                raise _unreadable(call)
             return compat.call_kernel(func, args, kwargs)
         node = compat.current_node()
         self.calls.append((-1 if node is None else compat.node_sequence(node), call))
         tensors = list(tensors_in((args, kwargs)))
-        keys = [compat.storage_key(t) for t in tensors]
-        hollow = not self._hollow.isdisjoint(keys)
+        hollow = any(self._is_hollow(t) for t in tensors)
         if call.way is Way.READ and hollow:
-            raise _unreadable(call)
+            raise _unreadable(spec)
         if not hollow and (call.small or call.way is Way.READ):
             return self._run(func, args, kwargs)
-        for t, key in zip(tensors, keys, strict=True):
-            if key not in self._made and isinstance(t, torch.nn.Parameter):
+        for t in tensors:
+            if isinstance(t, torch.nn.Parameter) and compat.place_of(t)[0] not in self._made:
                 raise CaptureError(
-                    f"{script_line()}: a parameter of size {list(t.shape)} was made before the prediction began: make the model in the function that is given"
+                    f"{script_line()}: a parameter of size {list(t.shape)} was made before the prediction began: make the model "
+                    "in the function that is given"
                 )
         with compat.with_kernels():
             result = call.result(tensors)
             if call.workspace:
                 torch.UntypedStorage(call.workspace)
         for t in (*tensors_in(result), *tensors_in(written(func, args, kwargs))):
-            self._hollow.add(self._note(t))
+            storage, content = compat.place_of(t)
+            self._made[storage] = content
+            self._hollow.add(storage)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         with compat.with_kernels():
             result = func(*args, **kwargs)
         for t in tensors_in(result):
-            self._note(t)
+            if t.device.type == "cpu" and t.layout is torch.strided:
+                storage, content = compat.place_of(t)
+                if self._made.get(storage) != content:
+                    self._made[storage] = content
+                    self._hollow.discard(storage)
         return result
 
-    def _note(self, tensor: torch.Tensor) -> int:
-        """Take in a tensor's storage; its key."""
-        key = compat.storage_key(tensor)
-        if key not in self._made:
-            if len(self._made) > self._room:
-                self._prune()
-            self._made[key] = compat.StorageWeakRef(tensor.untyped_storage())
-        return key
-
-    def _prune(self) -> None:
-        dead = [key for key, ref in self._made.items() if ref.expired()]
-        for key in dead:
-            del self._made[key]
-        self._hollow.difference_update(dead)
-        self._room = 2 * len(self._made) + _PRUNE
+    def _is_hollow(self, tensor: torch.Tensor) -> bool:
+        storage, content = compat.place_of(tensor)
+        return storage in self._hollow and self._made[storage] == content
 
 
-def _unreadable(call: Call) -> CaptureError:
+def _unreadable(spec: OpSpec) -> CaptureError:
     return CaptureError(
-        f"{script_line()}: {call.spec.op} reads what a tensor contains, but in a prediction nothing is computed: what the step "
+        f"{script_line()}: {spec.op} reads what a tensor contains, but in a prediction nothing is computed: what the step "
         "does may not depend on it"
     )
 
