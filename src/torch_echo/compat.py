@@ -801,6 +801,18 @@ class with_kernels:
         self._guard.__exit__(*error)
 
 
+@contextlib.contextmanager
+def foreach_everywhere() -> Iterator[None]:
+    """Optimizers take all their parameters at once on a CPU too, as they do by default on a GPU."""
+    optimizer: Any = torch.optim.optimizer
+    original = optimizer._get_foreach_kernels_supported_devices
+    optimizer._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]
+    try:
+        yield
+    finally:
+        optimizer._get_foreach_kernels_supported_devices = original
+
+
 def is_made_of_others(func: Any) -> bool:
     """Has the op no kernel of its own on a CPU, but one that calls other ops?"""
 

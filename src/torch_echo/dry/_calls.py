@@ -14,10 +14,10 @@ import torch
 
 from torch_echo import compat
 from torch_echo.cost import OpSpec, is_view
-from torch_echo.dry._workspace import KernelWorkspaces
+from torch_echo.dry._kernels import OUTPUTS, Kernels, Made
 from torch_echo.errors import CaptureError
 
-__all__ = ["LENGTHS", "Call", "Made", "Way", "describe", "name_of", "tensors_in", "way_of"]
+__all__ = ["LENGTHS", "Call", "Way", "describe", "name_of", "tensors_in", "way_of"]
 
 _SMALL = 1 << 16
 _SMALL_NUMBERS = 1 << 24
@@ -30,29 +30,6 @@ _COMPUTE = frozenset(["copy_", "stack", "convolution", "convolution_backward", "
 
 LENGTHS = {"_pack_padded_sequence": (1,), "_ctc_loss": (2, 3)}
 """Ops whose outputs' sizes depend on the content of the arguments at these positions only."""
-
-
-@dataclass(slots=True)
-class Made:
-    """A tensor that a call makes."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self) -> torch.Tensor:
-        """Memory for it."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-
-
-def _ctc_loss(scores: torch.Tensor, _: Any, lengths: Any, targets: Any, *rest: Any) -> tuple[Made, Made]:
-    losses, most = len(lengths), 2 * int(max(targets)) + 1
-    steps = scores.shape[0]
-    return Made((losses,), (1,), scores.dtype), Made((losses, steps, most), (steps * most, most, 1), scores.dtype)
-
-
-_OUTPUTS: dict[str, Callable[..., tuple[Made, ...]]] = {"_ctc_loss": _ctc_loss}
-"""What ops return of which fake tensors say that it depends on content, though it is known from the lengths."""
 
 
 class Way(Enum):
@@ -70,6 +47,13 @@ class Way(Enum):
 
 
 @dataclass(slots=True)
+class Kept:
+    """What a call returns that is no tensor."""
+
+    value: Any
+
+
+@dataclass(slots=True)
 class Call:
     """What a call of one description does."""
 
@@ -79,7 +63,7 @@ class Call:
     small: bool = False
     """Little enough to be computed, if what it reads is real."""
     outputs: Any = None
-    """What it returns: nested tuples of Made, of numbers of its tensor arguments, and of other things, each in a list."""
+    """What it returns: tuples and lists of Made, of numbers of its tensor arguments, and of other things, as Kept."""
     workspace: int = 0
     """Bytes that its kernel allocates for itself, while all of its outputs are there."""
 
@@ -96,7 +80,7 @@ def name_of(func: Any) -> str:
 def way_of(func: Any) -> Way:
     """What becomes of the calls of an op."""
     name = name_of(func)
-    if name in _OUTPUTS:
+    if name in OUTPUTS:
         return Way.SKIP
     if compat.needs_content(func):
         return Way.READ
@@ -119,7 +103,7 @@ def tensors_in(node: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(node.values()))
 
 
-def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: compat.Fakes, workspaces: KernelWorkspaces) -> Call:
+def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: compat.Fakes, kernels: Kernels) -> Call:
     """See :class:`Call`. Cost: about a millisecond. Raises CaptureError for ops of which nobody knows what they return."""
     tensors = list(tensors_in((args, kwargs)))
     named = {torch.device(kwargs["device"]).type} if kwargs.get("device") is not None else set()
@@ -130,20 +114,20 @@ def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: c
     if way is not Way.SKIP:
         return Call(func, spec, way)
     outputs = _outputs_of(func, spec, tensors, args, kwargs, fakes)
-    for i, nbytes in workspaces.own_outputs(spec).items():
+    for i, nbytes in kernels.own_outputs(spec).items():
         outputs = (*outputs[:i], Made((nbytes,), (1,), torch.uint8), *outputs[i + 1 :])
     made = list(_made(outputs))
     sizes = sum(t.unique_bytes() for t in spec.tensors()) + sum(_nbytes(m) for m in made)
     numbers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (*tensors, *made))
     small = sizes <= (_SMALL_NUMBERS if numbers else _SMALL)
-    return Call(func, spec, way, small, outputs, 0 if small else workspaces.nbytes(func, spec))
+    return Call(func, spec, way, small, outputs, 0 if small else kernels.workspace(func, spec))
 
 
 def _outputs_of(
     func: Any, spec: OpSpec, tensors: list[torch.Tensor], args: Any, kwargs: Any, fakes: compat.Fakes
 ) -> Any:
     """See :class:`Call`."""
-    own = _OUTPUTS.get(name_of(func))
+    own = OUTPUTS.get(name_of(func))
     if own is not None:
         return own(*args, **kwargs)
     try:
@@ -160,14 +144,15 @@ def _outputs(node: Any, known: dict[int, int]) -> Any:
             return known[id(node)]
         return Made(tuple(map(int, node.shape)), tuple(map(int, node.stride())), node.dtype)
     if isinstance(node, (list, tuple)):
-        return tuple([_outputs(item, known) for item in node])
-    return [compat.size_hint(node) if isinstance(node, torch.SymInt) else node]
+        items = [_outputs(item, known) for item in node]
+        return items if isinstance(node, list) else tuple(items)
+    return Kept(compat.size_hint(node) if isinstance(node, torch.SymInt) else node)
 
 
 def _made(node: Any) -> Iterator[Made]:
     if type(node) is Made:
         yield node
-    elif type(node) is tuple:
+    elif type(node) in (list, tuple):
         for item in node:
             yield from _made(item)
 
@@ -183,6 +168,7 @@ def _filled(node: Any, tensors: list[torch.Tensor]) -> Any:
         return node.make()
     if type(node) is int:
         return tensors[node]
-    if type(node) is tuple:
-        return tuple([_filled(item, tensors) for item in node])
-    return node[0]
+    if type(node) in (list, tuple):
+        items = [_filled(item, tensors) for item in node]
+        return items if type(node) is list else tuple(items)
+    return node.value

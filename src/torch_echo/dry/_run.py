@@ -15,6 +15,7 @@ What is not modelled: memory that does not come from PyTorch's allocator; fragme
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -23,8 +24,9 @@ import torch
 from torch_echo import compat
 from torch_echo._script import script_line
 from torch_echo.cost import CostCache, OpSpec, device_key, spec_of, written
+from torch_echo.dry._cpu import CPUKernels
+from torch_echo.dry._cuda import AsOnGPU, GPUKernels
 from torch_echo.dry._calls import LENGTHS, Call, Way, describe, name_of, tensors_in, way_of
-from torch_echo.dry._workspace import KernelWorkspaces
 from torch_echo.errors import CaptureError
 
 __all__ = ["DryRun"]
@@ -33,7 +35,8 @@ __all__ = ["DryRun"]
 class DryRun:
     """Context in which no kernel is called. What is built and trained in it must be built in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
+        """`device_type`: "cuda" has PyTorch's functions choose their ops as they do on a GPU. Tensors are the CPU's all the same."""
         self.calls: list[tuple[int, Call]] = []
         """Every call that would have run a kernel, in order: the autograd node that made it (by sequence number; -1 outside of
         backward), and what it was."""
@@ -41,7 +44,9 @@ class DryRun:
         self._known: dict[tuple[OpSpec, bool], Call] = {}
         self._fakes = compat.Fakes()
         self._cache = CostCache(device_key(torch.device("cpu")))
-        self._workspaces = KernelWorkspaces(self._cache)
+        gpu = device_type == "cuda"
+        self._kernels = GPUKernels() if gpu else CPUKernels(self._cache)
+        self._contexts: list[Any] = [AsOnGPU(), compat.foreach_everywhere()] if gpu else []
         self._made: dict[int, int] = {}
         """Storages allocated in here, and where their content is. Those that are gone stay until another comes to their place."""
         self._hollow: set[int] = set()
@@ -53,8 +58,9 @@ class DryRun:
             raise CaptureError("a dry run is under way already")
         compat.on_kernel(_kernel)
         self._random = torch.get_rng_state().numpy().copy()  # no tensor, which would count
-        self._context = compat.without_kernels()
-        self._context.__enter__()
+        self._stack = ExitStack()
+        for context in (*self._contexts, compat.without_kernels()):
+            self._stack.enter_context(context)
         _running = self
         return self
 
@@ -63,7 +69,7 @@ class DryRun:
     ) -> None:
         global _running
         _running = None
-        self._context.__exit__()
+        self._stack.close()
         self._cache.save()
         torch.set_rng_state(torch.from_numpy(self._random))
 
@@ -83,7 +89,7 @@ class DryRun:
         key = spec, torch.is_grad_enabled()
         call = self._known.get(key)
         if call is None:
-            call = self._known[key] = describe(func, spec, way, args, kwargs, self._fakes, self._workspaces)
+            call = self._known[key] = describe(func, spec, way, args, kwargs, self._fakes, self._kernels)
         if call.way is Way.RUN:
             with compat.with_kernels():
                 return func(*args, **kwargs)

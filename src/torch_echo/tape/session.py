@@ -864,16 +864,7 @@ class Session:
             self._failed(kind, "autograd saved nothing that could be seen: compiled, or nothing to train")
             return False
         try:
-            cost = get_cost_model(self.options.cost, self.device)
-            graph = build(recorder, cost, self._optimizer_states())
-            cost.save()
-            graph.rerun_overhead = RERUN_SECONDS
-            if self.device is None or self.device.type == "cpu":
-                graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
-            # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
-            plain = sum(self._plain_seconds.get(tuple(part), math.inf) for part in self._parts())
-            graph.step_seconds = min(graph.step_seconds, plain)
-            self._make_plan(kind, graph, recorder)
+            self._make_plan(kind, self._graph_of(recorder), recorder)
         except CaptureError as error:  # another thread may have been in the way
             self._failed(kind, str(error), error)
             return False
@@ -900,6 +891,20 @@ class Session:
                     other.phase, other.checks, other.remade = Phase.CHECK, 0, False
         self.on_event("planned")
         return True
+
+    def _graph_of(self, recorder: Recorder) -> TrainingGraph:
+        """The training graph of the iteration that was recorded."""
+        assert self.device is not None
+        cost = get_cost_model(self.options.cost, self.device)
+        graph = build(recorder, cost, self._optimizer_states())
+        cost.save()
+        graph.rerun_overhead = RERUN_SECONDS
+        if self.device.type == "cpu":
+            graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
+        # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
+        plain = sum(self._plain_seconds.get(tuple(part), math.inf) for part in self._parts())
+        graph.step_seconds = min(graph.step_seconds, plain)
+        return graph
 
     def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
         assert self.device is not None

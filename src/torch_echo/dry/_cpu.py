@@ -16,7 +16,7 @@ from torch_echo import compat
 from torch_echo.cost import OpSpec, TensorSpec, Workspaces, undisturbed, work_of
 from torch_echo.recurrent._onednn import workspace_bytes
 
-__all__ = ["KernelWorkspaces"]
+__all__ = ["CPUKernels"]
 
 aten = torch.ops.aten
 
@@ -32,18 +32,18 @@ _STEPS = (16, 48)
 """Time steps of an LSTM that are run."""
 
 
-class KernelWorkspaces(Workspaces):
+class CPUKernels(Workspaces):
     """Knows what the kernels of a CPU take beyond their outputs, at any size."""
 
     def own_outputs(self, spec: OpSpec) -> dict[int, int]:
-        """Bytes of those outputs of a call that fake tensors declare as empty, by position."""
+        """See :class:`torch_echo.dry._kernels.Kernels`."""
         if spec.op == _LSTM and torch.is_grad_enabled():
             x, w_hh = spec.args[0], spec.args[2]
             return {3: workspace_bytes(*x.shape, w_hh.shape[1], x.itemsize())}
         return {}
 
-    def nbytes(self, func: Any, spec: OpSpec) -> int:
-        """Most bytes that the kernel holds beyond its outputs."""
+    def workspace(self, func: Any, spec: OpSpec) -> int:
+        """See :class:`torch_echo.dry._kernels.Kernels`."""
         if spec.op in (_LSTM, _LSTM_BACKWARD):
             steps = spec.args[0].shape[0]
             return self._at(func, spec, steps, *_STEPS) if steps > _STEPS[0] else int(self._of(func, spec))
@@ -53,7 +53,7 @@ class KernelWorkspaces(Workspaces):
         samples = largest.shape[0] if largest.shape else 1
         most = max(2, int(samples * share))
         if most >= samples:
-            return super().nbytes(func, spec)
+            return self.nbytes(func, spec)
         return self._at(func, spec, samples, most // 2, most)
 
     def _at(self, func: Any, spec: OpSpec, samples: int, few: int, more: int) -> int:
