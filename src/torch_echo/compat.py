@@ -804,7 +804,7 @@ class with_kernels:
 @contextlib.contextmanager
 def foreach_everywhere() -> Iterator[None]:
     """Optimizers take all their parameters at once on a CPU too, as they do by default on a GPU."""
-    optimizer: Any = torch.optim.optimizer
+    optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]  # which the package deletes from its names
     original = optimizer._get_foreach_kernels_supported_devices
     optimizer._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]
     try:
@@ -832,13 +832,31 @@ def needs_content(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
+def is_view_in_place(func: Any) -> bool:
+    """Does the op change sizes and strides of its argument (``transpose_``, ``set_``)?"""
+    return torch.Tag.inplace_view in func.tags
+
+
+def is_pointwise(func: Any) -> bool:
+    """Is each element of the result made of the elements at its place?"""
+    return torch.Tag.pointwise in func.tags
+
+
+def returned_arguments(func: Any) -> tuple[int | str, ...] | None:
+    """Of an op that returns nothing but arguments that it writes: which, as :func:`mutated_arguments` names them. None of others."""
+    written = mutated_arguments(func)
+    returns = func._schema.returns
+    in_place = all(r.alias_info is not None and r.alias_info.is_write for r in returns)
+    return written[: len(returns)] if written and in_place and len(returns) in (0, len(written)) else None
+
+
 class Fakes:
     """Runs op calls on fake tensors: what would they return?"""
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        self._mode = FakeTensorMode()
+        self._mode = FakeTensorMode(allow_fallback_kernels=False)  # which would run kernels on zeros
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]]:
         """The result of ``func(*args, **kwargs)``, and the tensors in `args` and `kwargs` as they were given to it, with those

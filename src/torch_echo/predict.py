@@ -7,15 +7,13 @@ device; it is planned like any other.
 
 from __future__ import annotations
 
-import bisect
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torch_echo.cost import CostModel, get_cost_model, gpu_cost
+from torch_echo.cost import TYPICAL_GPU, CostModel, get_cost_model, gpu_cost
 from torch_echo.dry import CUBLAS_WORKSPACE, GRANULE, DryRun
 from torch_echo.errors import CaptureError, OptionError
 from torch_echo.footprint import replay
@@ -43,11 +41,14 @@ _NODES = 1 << 62
 class Prediction:
     """What a training step would take on a device. All of its figures are predicted; none was measured there."""
 
-    def __init__(self, graph: TrainingGraph, device_memory: int | None = None) -> None:
+    def __init__(self, graph: TrainingGraph, device_memory: int | None = None, slack: float = 0.0) -> None:
         self.graph = graph
         """The training iteration, as on the device."""
         self.device_memory = device_memory
         """Bytes, where it was given."""
+        self.slack = slack
+        """Seconds that the host has left in a step: on a GPU that is busy, Python's work for rebuilding takes no time until they are
+        used up."""
         self._front: Front | None = None
 
     @property
@@ -72,7 +73,7 @@ class Prediction:
         Raises OptionError, BudgetInfeasible.
         """
         asked = Options(**options)
-        fixed = engine_seconds(self.graph)
+        fixed = self._fixed_seconds()
         if self._front is None and asked.policy == "echo":
             self._front = front(self.graph, fixed)
         return plan(
@@ -84,6 +85,18 @@ class Prediction:
             fixed_seconds=fixed,
             front=self._front,
         )
+
+    def _fixed_seconds(self) -> Callable[[frozenset[int]], float]:
+        """What the tape costs under a plan, the kernels that it re-runs aside."""
+        engine = engine_seconds(self.graph)
+        if self.device == "cpu":
+            return engine
+        producers = [value.producer for value in self.graph.values]
+
+        def seconds(dropped: frozenset[int]) -> float:
+            return max(0.0, engine(dropped) + RERUN_SECONDS * len({producers[v] for v in dropped}) - self.slack)
+
+        return seconds
 
     def explanation(self, **options: Any) -> Explanation:
         """The plan as a table, with the composition of both peaks."""
@@ -132,7 +145,8 @@ def predict(
     if not session.recorded:
         why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
         raise CaptureError(f"no training step could be recorded{f': {why}' if why else ''}")
-    return Prediction(max(session.recorded, key=lambda graph: replay(graph).peak), memory)
+    graph = max(session.recorded, key=lambda each: replay(each[0]).peak)
+    return Prediction(graph[0], memory, graph[1])
 
 
 def largest(
@@ -171,31 +185,36 @@ class _Recording(Session):
         self._run = run
         self._target = device
         self._begins = 0
-        self.recorded: list[TrainingGraph] = []
+        self.recorded: list[tuple[TrainingGraph, float]] = []
+        """Graphs, with the host's slack in seconds."""
 
     def _start_recording(self, kind: StepKind) -> None:
         self._begins = len(self._run.calls)
         super()._start_recording(kind)
 
-    def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
-        self.recorded.append(graph)
-
     def _graph_of(self, recorder: Recorder) -> TrainingGraph:
         cost = _cost_of(self._target)
         seconds: dict[int, float] = {}
-        for node, call in self._run.calls[self._begins :]:
+        calls = self._run.calls[self._begins :]
+        for node, call in calls:
             seconds[node] = seconds.get(node, 0.0) + cost.seconds(call.func, call.spec)
         nodes = {node: s for node, s in seconds.items() if 0 <= node < _NODES}
         graph = build(recorder, cost, self._optimizer_states(), nodes)
         cost.save()
-        graph.step_seconds = sum(seconds.values())
-        graph.rerun_overhead = RERUN_SECONDS
+        graph.step_seconds = busy = sum(seconds.values())
         graph.meta |= {"device": self._target, "predicted": "yes"}
+        slack = 0.0
         if self._target == "cuda":
+            host = TYPICAL_GPU.host * len(calls)
+            graph.step_seconds, slack = max(host, busy), max(0.0, busy - host)
             _on_gpu(graph, recorder)
         else:
-            graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
+            graph.rerun_overhead, graph.rebuilt_byte_seconds = RERUN_SECONDS, REBUILT_BYTE_SECONDS
+        self.recorded.append((graph, slack))
         return graph
+
+    def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
+        pass  # whoever asked for the prediction does
 
 
 def _cost_of(device: str) -> CostModel:

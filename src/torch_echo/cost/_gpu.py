@@ -20,8 +20,10 @@ class GPU(NamedTuple):
     """In float16 and bfloat16."""
     bandwidth: float
     """Bytes per second."""
-    launch: float = 6e-6
-    """Seconds from one op to the next where kernels are small: eager PyTorch on the host."""
+    launch: float = 3e-6
+    """Seconds that the smallest kernel takes."""
+    host: float = 8e-6
+    """Seconds that the host takes to launch one in eager PyTorch, autograd included, while the device runs those before."""
 
 
 TYPICAL_GPU = GPU(single=2e13, half=6e13, bandwidth=7e11)

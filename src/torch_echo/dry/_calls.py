@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from torch_echo import compat
-from torch_echo.cost import OpSpec, is_view
+from torch_echo.cost import Literal, OpSpec, is_view
 from torch_echo.dry._kernels import OUTPUTS, Kernels, Made
 from torch_echo.errors import CaptureError
 
-__all__ = ["LENGTHS", "Call", "Way", "describe", "name_of", "tensors_in", "way_of"]
+__all__ = ["LENGTHS", "MASKED", "Call", "Way", "describe", "name_of", "tensors_in", "way_of", "without_numbers"]
 
 _SMALL = 1 << 16
 _SMALL_NUMBERS = 1 << 24
@@ -30,6 +30,9 @@ _COMPUTE = frozenset(["copy_", "stack", "convolution", "convolution_backward", "
 
 LENGTHS = {"_pack_padded_sequence": (1,), "_ctc_loss": (2, 3)}
 """Ops whose outputs' sizes depend on the content of the arguments at these positions only."""
+
+MASKED = frozenset(["index", "index_put_", "_index_put_impl_", "_unsafe_index"])
+"""Ops that take indices, or masks, on whose content the sizes of their outputs depend."""
 
 
 class Way(Enum):
@@ -80,10 +83,12 @@ def name_of(func: Any) -> str:
 def way_of(func: Any) -> Way:
     """What becomes of the calls of an op."""
     name = name_of(func)
-    if name in OUTPUTS:
+    if name in OUTPUTS or name in MASKED:
         return Way.SKIP
     if compat.needs_content(func):
         return Way.READ
+    if compat.is_view_in_place(func):
+        return Way.RUN
     returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
     if is_view(func) or name in _ALLOCATIONS or not (returns_tensors or compat.mutated_arguments(func)):
         return Way.RUN
@@ -103,6 +108,18 @@ def tensors_in(node: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(node.values()))
 
 
+def without_numbers(func: Any, spec: OpSpec) -> OpSpec:
+    """The description without what makes no difference to :class:`Call`: an optimizer's factors are others in each step."""
+    if not compat.is_pointwise(func):
+        return spec
+    args = tuple([_FACTOR if type(a) is Literal and a.kind == "float" else a for a in spec.args])
+    kwargs = tuple([(k, _FACTOR if type(a) is Literal and a.kind == "float" else a) for k, a in spec.kwargs])
+    return spec._replace(args=args, kwargs=kwargs)
+
+
+_FACTOR = Literal("float", "0.5")
+
+
 def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: compat.Fakes, kernels: Kernels) -> Call:
     """See :class:`Call`. Cost: about a millisecond. Raises CaptureError for ops of which nobody knows what they return."""
     tensors = list(tensors_in((args, kwargs)))
@@ -120,7 +137,7 @@ def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: c
     sizes = sum(t.unique_bytes() for t in spec.tensors()) + sum(_nbytes(m) for m in made)
     numbers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (*tensors, *made))
     small = sizes <= (_SMALL_NUMBERS if numbers else _SMALL)
-    return Call(func, spec, way, small, outputs, 0 if small else kernels.workspace(func, spec))
+    return Call(func, spec, way, small, outputs, 0 if numbers else kernels.workspace(func, spec))
 
 
 def _outputs_of(
@@ -130,11 +147,15 @@ def _outputs_of(
     own = OUTPUTS.get(name_of(func))
     if own is not None:
         return own(*args, **kwargs)
+    number = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    returned = compat.returned_arguments(func)
+    if returned is not None:
+        places = [number[id(kwargs[p] if isinstance(p, str) else args[p])] for p in returned]
+        return Kept(None) if not places else places[0] if len(places) == 1 else tuple(places)
     try:
         result, given, fake = fakes.of(func, args, kwargs)
     except Exception as error:  # whatever it is that the op dislikes about tensors without content
         raise CaptureError(f"{spec.op}: what it returns is not known without running it ({error})") from error
-    number = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
     return _outputs(result, {id(f): number[id(g)] for f, g in zip(fake, given, strict=True)})
 
 

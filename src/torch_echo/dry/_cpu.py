@@ -46,7 +46,7 @@ class CPUKernels(Workspaces):
         """See :class:`torch_echo.dry._kernels.Kernels`."""
         if spec.op in (_LSTM, _LSTM_BACKWARD):
             steps = spec.args[0].shape[0]
-            return self._at(func, spec, steps, *_STEPS) if steps > _STEPS[0] else int(self._of(func, spec))
+            return self._at(func, spec, steps, *_STEPS) if steps > _STEPS[1] else int(self._of(func, spec))
         work = work_of(func, spec)
         share = min(1.0, _LARGEST / max(1, work.bytes_moved), _LONGEST / max(1.0, work.flops))
         largest = max(spec.tensors(), key=TensorSpec.numel)

@@ -53,6 +53,10 @@ def _ctc_loss(scores: torch.Tensor, _: Any, lengths: Any, targets: Any, *rest: A
     return Made.dense(scores.dtype, losses), Made.dense(scores.dtype, losses, steps, 2 * int(max(targets)) + 1)
 
 
+def _ctc_loss_backward(grad: torch.Tensor, scores: torch.Tensor, *rest: Any) -> Made:
+    return Made.dense(scores.dtype, *scores.shape)
+
+
 def _cudnn_rnn(
     x: torch.Tensor, weights: Any, stride: int, buffer: Any, hx: torch.Tensor, cx: Any, mode: int, hidden: int, projected: int,
     layers: int, batch_first: bool, dropout: float, train: bool, both: bool, sizes: Any, *rest: Any,
@@ -96,6 +100,7 @@ def _fused_gru_cell_backward(grad: torch.Tensor, left: Any, biased: bool) -> tup
 
 OUTPUTS: dict[str, Callable[..., Any]] = {
     "_ctc_loss": _ctc_loss,
+    "_ctc_loss_backward": _ctc_loss_backward,
     "_cudnn_rnn": _cudnn_rnn,
     "_cudnn_rnn_backward": _cudnn_rnn_backward,
     "_thnn_fused_gru_cell": _fused_gru_cell,

@@ -26,7 +26,7 @@ from torch_echo._script import script_line
 from torch_echo.cost import CostCache, OpSpec, device_key, spec_of, written
 from torch_echo.dry._cpu import CPUKernels
 from torch_echo.dry._cuda import AsOnGPU, GPUKernels
-from torch_echo.dry._calls import LENGTHS, Call, Way, describe, name_of, tensors_in, way_of
+from torch_echo.dry._calls import LENGTHS, MASKED, Call, Way, describe, name_of, tensors_in, way_of, without_numbers
 from torch_echo.errors import CaptureError
 
 __all__ = ["DryRun"]
@@ -80,12 +80,16 @@ class DryRun:
             way = self._ways[func] = way_of(func)
         if way is Way.RUN:
             return self._run(func, args, kwargs)
-        spec = spec_of(func, args, kwargs)
-        lengths = LENGTHS.get(name_of(func))
-        if lengths is not None:
-            if any(self._is_hollow(t) for t in tensors_in([args[i] for i in lengths])):
-                raise _unreadable(spec)
+        spec = without_numbers(func, spec_of(func, args, kwargs))
+        name = name_of(func)
+        if name in LENGTHS:
+            self._need([args[i] for i in LENGTHS[name]], spec)
             self._known.pop((spec, torch.is_grad_enabled()), None)
+        elif name in MASKED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+            self._need([t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)], spec)
+            with compat.with_kernels():
+                indices = [part for t in args[1] for part in _numbers(t)]
+            return self.kernel(func, (args[0], indices, *args[2:]), kwargs)
         key = spec, torch.is_grad_enabled()
         call = self._known.get(key)
         if call is None:
@@ -95,12 +99,12 @@ class DryRun:
                 return func(*args, **kwargs)
         if call.way is Way.INSIDE:
             return compat.call_kernel(func, args, kwargs)
+        if call.way is Way.READ:
+            self._need([args, kwargs], spec)
         node = compat.current_node()
         self.calls.append((-1 if node is None else compat.node_sequence(node), call))
         tensors = list(tensors_in((args, kwargs)))
         hollow = any(self._is_hollow(t) for t in tensors)
-        if call.way is Way.READ and hollow:
-            raise _unreadable(spec)
         if not hollow and (call.small or call.way is Way.READ):
             return self._run(func, args, kwargs)
         for t in tensors:
@@ -130,16 +134,24 @@ class DryRun:
                     self._hollow.discard(storage)
         return result
 
+    def _need(self, what: Any, spec: OpSpec) -> None:
+        """Content of these arguments is going to be looked at."""
+        if any(self._is_hollow(t) for t in tensors_in(what)):
+            raise CaptureError(
+                f"{script_line()}: {spec.op} reads what a tensor contains, but in a prediction nothing is computed: what the "
+                "step does may not depend on it"
+            )
+
     def _is_hollow(self, tensor: torch.Tensor) -> bool:
         storage, content = compat.place_of(tensor)
         return storage in self._hollow and self._made[storage] == content
 
 
-def _unreadable(spec: OpSpec) -> CaptureError:
-    return CaptureError(
-        f"{script_line()}: {spec.op} reads what a tensor contains, but in a prediction nothing is computed: what the step "
-        "does may not depend on it"
-    )
+def _numbers(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Of an index, the same in numbers: of a mask, those along each of its dimensions."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return list(index.nonzero().unbind(1))
 
 
 _running: DryRun | None = None
