@@ -20,7 +20,9 @@ Make = Callable[[], Callable[[], Any]]
 CPU = torch.device("cpu")
 
 
-def trainer(model: nn.Module, *inputs: Any, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> Callable[[], Any]:
+def trainer(
+    model: nn.Module, *inputs: Any, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
+) -> Callable[[], Any]:
     """Training steps: mean square of the output."""
     model.train()
     opt = optimizer(model.parameters(), lr=1e-3)
@@ -121,7 +123,9 @@ class Regions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3))
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
@@ -186,12 +190,14 @@ def test_the_predicted_plan_is_that_of_a_recorded_step() -> None:
 
 def test_nothing_is_allocated_for_a_model_that_could_not_be() -> None:
     def make() -> Callable[[], Any]:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8192, 32768), nn.GELU(), nn.Linear(32768, 8192)) for _ in range(8)))
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8192, 32768), nn.GELU(), nn.Linear(32768, 8192)) for _ in range(8))
+        )
         return trainer(model, torch.randn(16384, 8192))
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = predict(make)
-    assert found.eager_peak > 100 * 2**30
+    assert found.eager_peak > 80 * 2**30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700 * 2**10
 
 
@@ -268,9 +274,9 @@ def test_the_largest_size_is_the_last_that_fits() -> None:
         return trainer(Slices(), torch.randn(batch, 64))
 
     limit = 3_000_000
-    size, found = largest(make, lambda p: p.eager_peak <= limit)
+    size, found = largest(make, lambda p: p.eager_peak, limit, start=200)
     assert found is not None and found.eager_peak <= limit < predict(lambda: make(size + 1)).eager_peak
-    assert largest(make, lambda p: p.eager_peak <= 1000) == (0, None)
+    assert largest(make, lambda p: p.eager_peak, 1000) == (0, None)
 
 
 class TestOnAGPU:
@@ -299,7 +305,9 @@ class TestOnAGPU:
 
         make = MODELS["slices"]
         ours, theirs = (predict(make, device=d).graph for d in ("cpu", "cuda"))
-        names = [sum(s.alloc > max(p.end for p in g.passes) and s.free < g.ticks for s in g.storages) for g in (ours, theirs)]
+        names = [
+            sum(s.alloc > max(p.end for p in g.passes) and s.free < g.ticks for s in g.storages) for g in (ours, theirs)
+        ]
         assert names[0] and names[1]
 
     def test_python_takes_no_time_while_the_device_is_busy(self) -> None:

@@ -172,7 +172,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a dense tensor's storage is, and its content: the two identify it among those that live. Unlike :func:`storage_key`, it
     makes no Python object of the storage, which would count as an owner: autograd adds gradients in place where there is one."""
-    return torch._C._storage_address(tensor), tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
+    content: int = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
+    return torch._C._storage_address(tensor), content  # type: ignore[attr-defined]
 
 
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -755,12 +756,12 @@ def profiler_running() -> bool:
 # --- running without kernels ---------------------------------------------------------------------------------------------
 
 _BEFORE_KERNELS = torch._C._dispatch_key_parse("Fake")
-"""A dispatch key below autograd, views and modes, and above the choice of a kernel. PyTorch keeps it for tensors without content of
-libraries of others, and has nothing on it."""
+"""A dispatch key below autograd, views and modes, and above the choice of a kernel. PyTorch keeps it for other libraries' tensors
+without content, and has nothing on it."""
 
 _VIEWS = (
-    "alias", "as_strided", "detach", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes", "squeeze",
-    "squeeze.dim", "t", "transpose.int", "unbind.int", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
+    "alias", "as_strided", "detach", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes",
+    "squeeze", "squeeze.dim", "t", "transpose.int", "unbind.int", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
 )  # fmt: skip
 
 
@@ -779,15 +780,37 @@ def on_kernel(handler: Callable[..., Any]) -> Any:
     return library, views
 
 
-class without_kernels:
+def without_kernels() -> Any:
     """Context: this thread, and backward passes that it starts, call what :func:`on_kernel` was given instead of kernels."""
+    return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
 
-    def __enter__(self) -> None:
-        self._guard = torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
-        self._guard.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self._guard.__exit__(*(error or (None, None, None)))
+_BEFORE_AUTOGRAD = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
+"""A dispatch key above autograd, for modes in C++. PyTorch has nothing on it but a few ops of its own tests."""
+
+_instead: list[Any] = []
+
+
+def instead(functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Context: on this thread the ops of these names (``lstm.input``) are these functions, and autograd records what those call.
+    Within them, the ops are as ever."""
+    if not _instead:
+
+        def usual(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_AUTOGRAD)):
+                    return function(*args, **kwargs)
+
+            return call
+
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+        library = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericMode")
+        for name, function in functions.items():
+            library.impl(name, usual(function))
+        _instead.extend((others, library))
+    return torch._C._IncludeDispatchKeyGuard(_BEFORE_AUTOGRAD)
 
 
 class with_kernels:
@@ -816,10 +839,20 @@ def foreach_everywhere() -> Iterator[None]:
 def is_made_of_others(func: Any) -> bool:
     """Has the op no kernel of its own on a CPU, but one that calls other ops?"""
 
-    def has(key: str) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[arg-type]
+    return not _has_kernel(func, "CPU") and _is_composite(func)
 
-    return not has("CPU") and (has("CompositeExplicitAutograd") or has("CompositeImplicitAutograd"))
+
+def runs_on_cpu(func: Any) -> bool:
+    """Has the op a kernel on a CPU, its own or one that calls others?"""
+    return _has_kernel(func, "CPU") or _is_composite(func)
+
+
+def _is_composite(func: Any) -> bool:
+    return any(_has_kernel(func, f"Composite{sort}Autograd") for sort in ("Explicit", "Implicit"))
+
+
+def _has_kernel(func: Any, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[arg-type]
 
 
 def call_kernel(func: Any, args: Any, kwargs: Any) -> Any:
@@ -843,7 +876,7 @@ def is_pointwise(func: Any) -> bool:
 
 
 def returned_arguments(func: Any) -> tuple[int | str, ...] | None:
-    """Of an op that returns nothing but arguments that it writes: which, as :func:`mutated_arguments` names them. None of others."""
+    """Of an op that returns nothing but arguments that it writes: which (see :func:`mutated_arguments`). None of others."""
     written = mutated_arguments(func)
     returns = func._schema.returns
     in_place = all(r.alias_info is not None and r.alias_info.is_write for r in returns)

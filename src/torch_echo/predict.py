@@ -8,6 +8,7 @@ device; it is planned like any other.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,13 +48,12 @@ class Prediction:
         self.device_memory = device_memory
         """Bytes, where it was given."""
         self.slack = slack
-        """Seconds that the host has left in a step: on a GPU that is busy, Python's work for rebuilding takes no time until they are
-        used up."""
+        """Seconds that the host has left in a step: Python's work for rebuilding takes no time on a busy GPU until they are used up."""
         self._front: Front | None = None
 
     @property
     def device(self) -> str:
-        """"cpu" or "cuda"."""
+        """ "cpu" or "cuda"."""
         return self.graph.meta["device"]
 
     @property
@@ -151,30 +151,42 @@ def predict(
 
 def largest(
     make: Callable[[int], Callable[[], Any]],
-    fits: Callable[[Prediction], bool],
+    peak: Callable[[Prediction], int],
+    limit: int,
     *,
     device: str = "cpu",
     start: int = 1,
-    most: int = 1 << 16,
 ) -> tuple[int, Prediction | None]:
-    """The largest size whose prediction `fits`, at least `start`, and that prediction; (0, None) if `start` does not.
+    """The largest size whose predicted peak is within `limit` bytes, from `start` on, and its prediction; (0, None) if that of
+    `start` is not.
 
-    `make(size)`: as in :func:`predict`, for a batch size, a number of layers, a length. Sizes are tried by doubling, then by
-    bisection: a prediction each.
+    `make(size)`: as in :func:`predict`, for a batch size, a number of layers, a length. `peak`: which peak is meant, as in
+    ``lambda p: p.plan(max_overhead=0.15).peak``. Peaks grow along a line, nearly, so few sizes are tried: where the line through
+    the two nearest meets the limit, until two neighbours are on both sides of it.
     """
-    found: tuple[int, Prediction | None] = (0, None)
-    low, high = start, most + 1
-    size = start
-    while low < high:
-        tried = predict(lambda n=size: make(n), device=device)  # type: ignore[misc]
-        if fits(tried):
-            found = size, tried
-            low = size + 1
-            size = min(2 * size, most) if high > most else (low + high) // 2
+    tried: dict[int, Prediction] = {}
+
+    def at(size: int) -> int:
+        if size not in tried:
+            tried[size] = predict(lambda: make(size), device=device)
+        return peak(tried[size])
+
+    if at(start) > limit:
+        return 0, None
+    fits, fails, size = start, 0, 2 * start  # `fails`: the least size known not to fit
+    for turn in itertools.count():
+        growth = (at(size) - at(fits)) / (size - fits)
+        if at(size) <= limit:
+            fits = size
         else:
-            high = size
-            size = (low + high) // 2
-    return found
+            fails = size
+        if fails == fits + 1:
+            return fits, tried[fits]
+        size = fits + int((limit - at(fits)) / growth) if growth > 0 else 2 * size
+        if fails and turn > 5:
+            size = (fits + fails) // 2
+        size = min(max(size, fits + 1), fails - 1 if fails else 16 * fits)
+    raise AssertionError
 
 
 class _Recording(Session):

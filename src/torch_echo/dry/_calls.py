@@ -5,7 +5,7 @@ Four things may be done (:class:`Way`). Which outputs a call has is asked of PyT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -135,8 +135,9 @@ def describe(func: Any, spec: OpSpec, way: Way, args: Any, kwargs: Any, fakes: c
         outputs = (*outputs[:i], Made((nbytes,), (1,), torch.uint8), *outputs[i + 1 :])
     made = list(_made(outputs))
     sizes = sum(t.unique_bytes() for t in spec.tensors()) + sum(_nbytes(m) for m in made)
-    numbers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (*tensors, *made))
-    small = sizes <= (_SMALL_NUMBERS if numbers else _SMALL)
+    dtypes = [t.dtype for t in tensors] + [m.dtype for m in made]
+    numbers = not any(d.is_floating_point or d.is_complex for d in dtypes)
+    small = sizes <= (_SMALL_NUMBERS if numbers else _SMALL) and compat.runs_on_cpu(func)
     return Call(func, spec, way, small, outputs, 0 if numbers else kernels.workspace(func, spec))
 
 

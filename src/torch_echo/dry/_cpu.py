@@ -39,7 +39,8 @@ class CPUKernels(Workspaces):
         """See :class:`torch_echo.dry._kernels.Kernels`."""
         if spec.op == _LSTM and torch.is_grad_enabled():
             x, w_hh = spec.args[0], spec.args[2]
-            return {3: workspace_bytes(*x.shape, w_hh.shape[1], x.itemsize())}
+            steps, batch, inputs = x.shape
+            return {3: workspace_bytes(steps, batch, inputs, w_hh.shape[1], x.itemsize())}
         return {}
 
     def workspace(self, func: Any, spec: OpSpec) -> int:
@@ -54,6 +55,8 @@ class CPUKernels(Workspaces):
         most = max(2, int(samples * share))
         if most >= samples:
             return self.nbytes(func, spec)
+        if work_of(func, _with_samples(spec, samples, most)).bytes_moved > 2 * _LARGEST:
+            return 0  # parameters alone are too large: a matrix product, which takes nothing
         return self._at(func, spec, samples, most // 2, most)
 
     def _at(self, func: Any, spec: OpSpec, samples: int, few: int, more: int) -> int:
@@ -98,7 +101,7 @@ def _run_lstm(spec: OpSpec) -> int:
         grads = [None if a is None else torch.zeros_like(t) for t, a in zip(made, spec.args[10:13], strict=True)]
 
         def back() -> Any:
-            last = (*sizes, True, False, [], False, workspace)
+            last: tuple[Any, ...] = (*sizes, True, False, [], False, workspace)
             return aten.mkldnn_rnn_layer_backward(*given, *made, *grads, reverse, *last)
 
         run = back if backward else forward

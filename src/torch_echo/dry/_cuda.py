@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_echo import compat
 from torch_echo.cost import OpSpec
 
-__all__ = ["AsOnGPU", "CUBLAS_WORKSPACE", "GPUKernels", "GRANULE"]
+__all__ = ["CUBLAS_WORKSPACE", "GRANULE", "GPUKernels", "as_on_gpu"]
 
 GRANULE = 512
 """PyTorch's allocator gives out multiples of this many bytes."""
@@ -34,16 +34,13 @@ class GPUKernels:
     def workspace(self, func: Any, spec: OpSpec) -> int:
         """See :class:`torch_echo.dry._kernels.Kernels`."""
         if spec.op == "aten.embedding_dense_backward.default":
-            return 32 * spec.args[1].numel()  # indices and their origins, before and after sorting
+            return 32 * int(spec.args[1].numel())  # indices and their origins, before and after sorting
         return 0
 
 
-class AsOnGPU(compat.FunctionMode):
-    """Within, functions that look at the device of their arguments choose as if that were a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        other = _INSTEAD.get(func)
-        return func(*args, **(kwargs or {})) if other is None else other(*args, **(kwargs or {}))
+def as_on_gpu() -> Any:
+    """Context: functions that look at the device of their arguments choose as if that were a GPU."""
+    return compat.instead(_INSTEAD)
 
 
 def _dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
@@ -68,18 +65,19 @@ def _gru_cell(
     return out[0]
 
 
-def _rnn(mode: int) -> Any:
+def _rnn(mode: int, packed: bool) -> Any:
     def run(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        packed = isinstance(rest[0], Tensor) and rest[0].dtype is torch.int64
-        sizes = rest[0].tolist() if packed else []
-        state, weights, biased, layers, dropout, train, both, *first = rest[1:] if packed else rest
+        if packed:
+            sizes, state, weights, biased, layers, dropout, train, both = rest
+            first = False
+        else:
+            sizes, (state, weights, biased, layers, dropout, train, both, first) = None, rest
         hx, cx = (state, None) if isinstance(state, Tensor) else state
         hidden = (hx if cx is None else cx).shape[2]
         projected = hx.shape[2] if hx.shape[2] != hidden else 0
-        stride = 2 + 2 * bool(biased) + bool(projected)
         out: tuple[Tensor, ...] = torch.ops.aten._cudnn_rnn(
-            x, weights, stride, None, hx, cx, mode, hidden, projected, layers, bool(first and first[0]), dropout, train, both,
-            sizes, None,
+            x, weights, 2 + 2 * bool(biased) + bool(projected), None, hx, cx, mode, hidden, projected, layers, first, dropout,
+            train, both, [] if sizes is None else sizes.tolist(), None,
         )  # fmt: skip
         return out[:2] if cx is None else out[:3]
 
@@ -93,13 +91,16 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     # Flash attention, for half precision and without a mask, keeps and makes the same tensors.
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), float("-inf")
+            )
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
@@ -109,13 +110,15 @@ def _attention(
     return out[0]
 
 
-_INSTEAD: dict[Any, Any] = {
-    torch.dropout: _dropout,
-    torch.lstm_cell: _lstm_cell,
-    torch.gru_cell: _gru_cell,
-    torch.rnn_relu: _rnn(0),
-    torch.rnn_tanh: _rnn(1),
-    torch.lstm: _rnn(2),
-    torch.gru: _rnn(3),
-    torch.nn.functional.scaled_dot_product_attention: _attention,
+_INSTEAD: dict[str, Any] = {
+    "dropout": _dropout,
+    "lstm_cell": _lstm_cell,
+    "gru_cell": _gru_cell,
+    "scaled_dot_product_attention": _attention,
+    **{
+        f"{name}.{sort}": _rnn(mode, sort == "data")
+        for mode, name in enumerate(("rnn_relu", "rnn_tanh", "lstm", "gru"))
+        for sort in ("input", "data")
+    },
 }
+"""By the op that PyTorch's functions in C++ dispatch on."""

@@ -70,7 +70,9 @@ def _cudnn_rnn(
         out = Made((batch, x.shape[1], width), (width, batch * width, 1), dtype)
     else:
         out = Made.dense(dtype, x.shape[0], batch, width)
-    states = [Made.dense(dtype, layers * directions, batch, n) for n in (projected or hidden, hidden if cx is not None else 0)]
+    states = [
+        Made.dense(dtype, layers * directions, batch, n) for n in (projected or hidden, hidden if cx is not None else 0)
+    ]
     # Gates, cell states and their activations of each step; what goes from layer to layer, and its dropout mask.
     values = rows * hidden * directions * (_CUDNN_VALUES[mode] * layers + 2 * (layers - 1))
     return out, *states, Made.dense(torch.uint8, values * dtype.itemsize if train else 0), Made.dense(dtype, 0)
@@ -80,7 +82,9 @@ _CUDNN_VALUES = {0: 1, 1: 1, 2: 6, 3: 5}
 """Values that cuDNN's RNN, with ReLU or tanh, LSTM and GRU keep for each unit and step: an estimate, for it does not say."""
 
 
-def _cudnn_rnn_backward(x: torch.Tensor, weights: Any, stride: int, buffer: Any, hx: torch.Tensor, cx: Any, *rest: Any) -> Any:
+def _cudnn_rnn_backward(
+    x: torch.Tensor, weights: Any, stride: int, buffer: Any, hx: torch.Tensor, cx: Any, *rest: Any
+) -> Any:
     grads = [Made.dense(w.dtype, *w.shape) for w in weights]
     states = [Made.dense(h.dtype, *h.shape) if h is not None else Made.dense(x.dtype, 0) for h in (hx, cx)]
     return Made.dense(x.dtype, *x.shape), *states, grads

@@ -24,9 +24,9 @@ import torch
 from torch_echo import compat
 from torch_echo._script import script_line
 from torch_echo.cost import CostCache, OpSpec, device_key, spec_of, written
-from torch_echo.dry._cpu import CPUKernels
-from torch_echo.dry._cuda import AsOnGPU, GPUKernels
 from torch_echo.dry._calls import LENGTHS, MASKED, Call, Way, describe, name_of, tensors_in, way_of, without_numbers
+from torch_echo.dry._cpu import CPUKernels
+from torch_echo.dry._cuda import GPUKernels, as_on_gpu
 from torch_echo.errors import CaptureError
 
 __all__ = ["DryRun"]
@@ -36,7 +36,7 @@ class DryRun:
     """Context in which no kernel is called. What is built and trained in it must be built in it."""
 
     def __init__(self, device_type: str = "cpu") -> None:
-        """`device_type`: "cuda" has PyTorch's functions choose their ops as they do on a GPU. Tensors are the CPU's all the same."""
+        """`device_type`: "cuda" has PyTorch's functions choose their ops as on a GPU. Tensors are the CPU's all the same."""
         self.calls: list[tuple[int, Call]] = []
         """Every call that would have run a kernel, in order: the autograd node that made it (by sequence number; -1 outside of
         backward), and what it was."""
@@ -46,7 +46,7 @@ class DryRun:
         self._cache = CostCache(device_key(torch.device("cpu")))
         gpu = device_type == "cuda"
         self._kernels = GPUKernels() if gpu else CPUKernels(self._cache)
-        self._contexts: list[Any] = [AsOnGPU(), compat.foreach_everywhere()] if gpu else []
+        self._gpu = gpu
         self._made: dict[int, int] = {}
         """Storages allocated in here, and where their content is. Those that are gone stay until another comes to their place."""
         self._hollow: set[int] = set()
@@ -59,8 +59,10 @@ class DryRun:
         compat.on_kernel(_kernel)
         self._random = torch.get_rng_state().numpy().copy()  # no tensor, which would count
         self._stack = ExitStack()
-        for context in (*self._contexts, compat.without_kernels()):
-            self._stack.enter_context(context)
+        if self._gpu:
+            self._stack.enter_context(compat.foreach_everywhere())
+            self._stack.enter_context(as_on_gpu())
+        self._stack.enter_context(compat.without_kernels())
         _running = self
         return self
 
@@ -104,15 +106,15 @@ class DryRun:
         node = compat.current_node()
         self.calls.append((-1 if node is None else compat.node_sequence(node), call))
         tensors = list(tensors_in((args, kwargs)))
-        hollow = any(self._is_hollow(t) for t in tensors)
-        if not hollow and (call.small or call.way is Way.READ):
-            return self._run(func, args, kwargs)
         for t in tensors:
             if isinstance(t, torch.nn.Parameter) and compat.place_of(t)[0] not in self._made:
                 raise CaptureError(
                     f"{script_line()}: a parameter of size {list(t.shape)} was made before the prediction began: make the model "
                     "in the function that is given"
                 )
+        hollow = any(self._is_hollow(t) for t in tensors)
+        if not hollow and (call.small or call.way is Way.READ):
+            return self._run(func, args, kwargs)
         with compat.with_kernels():
             result = call.result(tensors)
             if call.workspace:
