@@ -83,10 +83,8 @@ def main() -> None:
         _json(args.folder / "predicted.json"),
     )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    whole = {
-        "format": FORMAT, "torch": torch.__version__, "cuda": torch.version.cuda, "gpu": gpu, "seconds": args.seconds, "exit_codes": codes,
-        "tests": tests, "bench": bench, "predicted": predicted,
-    }  # fmt: skip
+    whole = {"format": FORMAT, "torch": torch.__version__, "cuda": torch.version.cuda, "gpu": gpu}
+    whole |= {"seconds": args.seconds, "exit_codes": codes, "tests": tests, "bench": bench, "predicted": predicted}
     (args.folder / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")
 
     head = ["workload", "system", "peak, MiB", "eager / it", "time", "equal", "prediction off"]

@@ -46,7 +46,7 @@ def predicted(
     there with each overhead.
     """
     from benchmarks.workloads import Trainer, build, size_of
-    from torch_echo.predict import Prediction, largest, predict
+    from torch_echo.prediction import Prediction, largest, predict
 
     changes = changes or {}
 

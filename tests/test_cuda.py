@@ -17,7 +17,7 @@ from torch_echo.cost import MeasuredCost, get_cost_model, spec_of
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
 from torch_echo.planning import plan
-from torch_echo.predict import predict
+from torch_echo.prediction import predict
 from torch_echo.tape.session import Phase, Session
 
 DEVICE = torch.device(os.environ.get("TORCH_ECHO_TEST_DEVICE", "cuda"))

@@ -48,7 +48,7 @@ class Prediction:
         self.device_memory = device_memory
         """Bytes, where it was given."""
         self.slack = slack
-        """Seconds that the host has left in a step: on a busy GPU, Python's work for rebuilding takes none until they are used up."""
+        """Seconds that the host has left in a step: on a busy GPU Python's work for rebuilding is free until they are used up."""
         self._front: Front | None = None
 
     @property

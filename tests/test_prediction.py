@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_echo
-from torch_echo.predict import largest, predict
+from torch_echo.prediction import largest, predict
 from torch_echo.tape._record import PeakMeter
 
 Make = Callable[[], Callable[[], Any]]
@@ -213,7 +213,7 @@ def test_steps_that_look_at_content_are_refused_with_their_line() -> None:
         return step
 
     line = make.__code__.co_firstlineno + 5
-    with pytest.raises(torch_echo.CaptureError, match=rf"test_predict.py:{line}: aten._local_scalar_dense"):
+    with pytest.raises(torch_echo.CaptureError, match=rf"test_prediction.py:{line}: aten._local_scalar_dense"):
         predict(make)
 
 
