@@ -860,6 +860,34 @@ def call_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
+_TAKE_NUMBERS = frozenset(
+    ["add", "copy", "div", "divide", "floor_divide", "mul", "multiply", "sub", "subtract", "true_divide"]
+)
+"""Ops that take a number of Python for a tensor."""
+
+
+@functools.cache
+def _tensor_places(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments of an op that must be tensors."""
+    if func._schema.name.removeprefix("aten::").rstrip("_") in _TAKE_NUMBERS:
+        return ()
+    return tuple([i for i, a in enumerate(func._schema.arguments) if isinstance(a.type, torch.TensorType)])
+
+
+def with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with which an op can be called from Python as it was from C++: what wraps a number there comes as that number."""
+    wrapped = [i for i in _tensor_places(func) if i < len(args) and type(args[i]) in (int, float, bool)]
+    if not wrapped:
+        return args
+    like = next((a for a in args if isinstance(a, torch.Tensor)), None)
+    out = list(args)
+    for i in wrapped:
+        fits = like is not None and (like.is_floating_point() or type(out[i]) is not float)
+        with with_kernels():
+            out[i] = torch.tensor(out[i], dtype=like.dtype if fits and like is not None else None)
+    return tuple(out)
+
+
 def needs_content(func: Any) -> bool:
     """Do sizes of its outputs, or what it returns to Python, depend on what is in its arguments?"""
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
