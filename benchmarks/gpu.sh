@@ -99,7 +99,7 @@ tail -n 1 "$out/tests.log"
 
 # --- predictions, while the GPU measures -----------------------------------------------------------------------------------------
 
-names=(nmt transformer_base resnet152 deepspeech)
+names=(nmt resnet152 transformer_base deepspeech)
 workloads=()
 for name in "${names[@]}"; do workloads+=(--workload "$name"); done
 guard=$(($(left) - 20))
@@ -111,7 +111,7 @@ predicting=$!
 
 guard=$(($(left) - 30))
 say "workloads, $guard s at most"
-minutes_left=$("$python" -c "print(max(0.5, ($guard - 20) / 60))")
+minutes_left=$("$python" -c "print(max(0.5, ($guard - 45) / 60))")
 timeout --kill-after=10 "$guard" "$python" -m benchmarks --preset "$preset" --device "$device" --minutes "$minutes_left" \
     --system tape:0.05 --system tape:0.15 "${workloads[@]}" --out "$out" >"$out/bench.log" 2>&1
 bench=$?

@@ -228,11 +228,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print()
         return
     measured = _measured(args.measured)
+    records: list[Record] = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        records = [record for found in pool.map(lambda name: _one(name, args), args.workload) for record in found]
+        for found in pool.map(lambda name: _one(name, args), args.workload):
+            records += found
+            if args.out is not None:  # now: whoever is short of time has what is there
+                args.out.write_text(
+                    json.dumps({"format": FORMAT, "predicted": True, "records": records}, indent=1) + "\n"
+                )
     _show(records, measured)
-    if args.out is not None:
-        args.out.write_text(json.dumps({"format": FORMAT, "predicted": True, "records": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
