@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         TorchEchoError,
         UnsupportedDevice,
     )
+    from torch_echo.prediction import Prediction, largest, predict
 
 __all__ = [
     "BudgetInfeasible",
@@ -26,22 +27,29 @@ __all__ = [
     "GraphFileError",
     "Handle",
     "OptionError",
+    "Prediction",
     "TorchEchoError",
     "UnsupportedDevice",
     "__version__",
     "apply",
     "check",
     "explain",
+    "largest",
+    "predict",
 ]
 
-_IN_API = ("Handle", "apply", "check", "explain")
+_MODULES = {
+    **dict.fromkeys(("Handle", "apply", "check", "explain"), "api"),
+    **dict.fromkeys(("Prediction", "largest", "predict"), "prediction"),
+}
+"""Where names are that are not errors."""
 
 
 def __getattr__(name: str) -> Any:
     # Lazy: the launcher must not import torch before the script does (environment, number of threads).
     if name not in __all__:
         raise AttributeError(f"module 'torch_echo' has no attribute {name!r}")
-    return getattr(import_module("torch_echo.api" if name in _IN_API else "torch_echo.errors"), name)
+    return getattr(import_module(f"torch_echo.{_MODULES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -178,6 +178,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_nested else key
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a dense tensor's storage is, and its content: the two identify it among those that live. Unlike :func:`storage_key`, it
+    makes no Python object of the storage, which would count as an owner: autograd adds gradients in place where there is one."""
+    content: int = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
+    return torch._C._storage_address(tensor), content  # type: ignore[attr-defined]
+
+
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape; of a ragged tensor, that of all its rows together, and () of one that does not tell."""
     if not tensor.is_nested:
@@ -401,7 +408,7 @@ _ABOVE_KERNELS = _keys_above_kernels()
 def without_tracing() -> Iterator[None]:
     """No dispatch modes on this thread's stack (autograd asks whether there are any, though they are not called), and no ops in
     Python instead of those in C++."""
-    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher(), with_kernels():
         yield
 
 
@@ -753,6 +760,193 @@ def profiler_running() -> bool:
     """Is a profiler active on this thread, so that it sees what the thread allocates, and a second one cannot start?"""
     running: bool = torch._C._autograd._profiler_enabled()
     return running
+
+
+# --- running without kernels ---------------------------------------------------------------------------------------------
+
+_BEFORE_KERNELS = torch._C._dispatch_key_parse("Fake")
+"""A dispatch key below autograd, views and modes, and above the choice of a kernel. PyTorch keeps it for other libraries' tensors
+without content, and has nothing on it."""
+
+_VIEWS = (
+    "alias", "as_strided", "detach", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes",
+    "squeeze", "squeeze.dim", "t", "transpose.int", "unbind.int", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
+)  # fmt: skip
+
+
+@functools.cache
+def on_kernel(handler: Callable[..., Any]) -> Any:
+    """Have `handler` called in place of each kernel, with the op's overload and its arguments, wherever :class:`without_kernels` is
+    on. Stays for the life of the process.
+
+    Not for views: what C++ makes parameters from must not have been seen by Python.
+    """
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(handler, "Fake")
+    views = torch.library.Library("aten", "IMPL", "Fake")
+    for name in _VIEWS:
+        views.impl(name, torch.library.fallthrough_kernel)
+    return library, views
+
+
+def without_kernels() -> Any:
+    """Context: this thread, and backward passes that it starts, call what :func:`on_kernel` was given instead of kernels."""
+    return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
+
+
+_BEFORE_AUTOGRAD = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
+"""A dispatch key above autograd, for modes in C++. PyTorch has nothing on it but a few ops of its own tests."""
+
+_instead: list[Any] = []
+
+
+def instead(functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Context: on this thread the ops of these names (``lstm.input``) are these functions, and autograd records what those call.
+    Within them, the ops are as ever."""
+    if not _instead:
+
+        def usual(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_AUTOGRAD)):
+                    return function(*args, **kwargs)
+
+            return call
+
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+        library = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericMode")
+        for name, function in functions.items():
+            library.impl(name, usual(function))
+        _instead.extend((others, library))
+    return torch._C._IncludeDispatchKeyGuard(_BEFORE_AUTOGRAD)
+
+
+class with_kernels:
+    """Context: within :class:`without_kernels`, as usual."""
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_KERNELS))
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+
+
+@contextlib.contextmanager
+def foreach_everywhere() -> Iterator[None]:
+    """Optimizers take all their parameters at once on a CPU too, as they do by default on a GPU."""
+    optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]  # which the package deletes from its names
+    original = optimizer._get_foreach_kernels_supported_devices
+    optimizer._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]
+    try:
+        yield
+    finally:
+        optimizer._get_foreach_kernels_supported_devices = original
+
+
+def is_made_of_others(func: Any) -> bool:
+    """Has the op no kernel of its own on a CPU, but one that calls other ops?"""
+
+    return not _has_kernel(func, "CPU") and _is_composite(func)
+
+
+def runs_on_cpu(func: Any) -> bool:
+    """Has the op a kernel on a CPU, its own or one that calls others?"""
+    return _has_kernel(func, "CPU") or _is_composite(func)
+
+
+def _is_composite(func: Any) -> bool:
+    return any(_has_kernel(func, f"Composite{sort}Autograd") for sort in ("Explicit", "Implicit"))
+
+
+def _has_kernel(func: Any, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[arg-type]
+
+
+def call_kernel(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call the CPU's kernel of an op, past all that stands before it; the ops that it calls are dispatched as usual."""
+    return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+
+
+_TAKE_NUMBERS = frozenset(
+    ["add", "copy", "div", "divide", "floor_divide", "mul", "multiply", "sub", "subtract", "true_divide"]
+)
+"""Ops that take a number of Python for a tensor."""
+
+
+@functools.cache
+def _tensor_places(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments of an op that must be tensors."""
+    if func._schema.name.removeprefix("aten::").rstrip("_") in _TAKE_NUMBERS:
+        return ()
+    return tuple([i for i, a in enumerate(func._schema.arguments) if isinstance(a.type, torch.TensorType)])
+
+
+def with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with which an op can be called from Python as it was from C++: what wraps a number there comes as that number."""
+    wrapped = [i for i in _tensor_places(func) if i < len(args) and type(args[i]) in (int, float, bool)]
+    if not wrapped:
+        return args
+    like = next((a for a in args if isinstance(a, torch.Tensor)), None)
+    out = list(args)
+    for i in wrapped:
+        fits = like is not None and (like.is_floating_point() or type(out[i]) is not float)
+        with with_kernels():
+            out[i] = torch.tensor(out[i], dtype=like.dtype if fits and like is not None else None)
+    return tuple(out)
+
+
+def needs_content(func: Any) -> bool:
+    """Do sizes of its outputs, or what it returns to Python, depend on what is in its arguments?"""
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def is_view_in_place(func: Any) -> bool:
+    """Does the op change sizes and strides of its argument (``transpose_``, ``set_``)?"""
+    return torch.Tag.inplace_view in func.tags
+
+
+def is_pointwise(func: Any) -> bool:
+    """Is each element of the result made of the elements at its place?"""
+    return torch.Tag.pointwise in func.tags
+
+
+def returned_arguments(func: Any) -> tuple[int | str, ...] | None:
+    """Of an op that returns nothing but arguments that it writes: which (see :func:`mutated_arguments`). None of others."""
+    written = mutated_arguments(func)
+    returns = func._schema.returns
+    in_place = all(r.alias_info is not None and r.alias_info.is_write for r in returns)
+    return written[: len(returns)] if written and in_place and len(returns) in (0, len(written)) else None
+
+
+class Fakes:
+    """Runs op calls on fake tensors: what would they return?"""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._mode = FakeTensorMode(allow_fallback_kernels=False)  # which would run kernels on zeros
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]]:
+        """The result of ``func(*args, **kwargs)``, and the tensors in `args` and `kwargs` as they were given to it, with those
+        that stood for them, in order."""
+        given: list[Any] = []
+        stand: list[Any] = []
+
+        def fake(a: Any) -> Any:
+            if not isinstance(a, torch.Tensor):
+                return a
+            if not any(a is g for g in given):
+                given.append(a)
+                stand.append(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device))
+            return next(s for g, s in zip(given, stand, strict=True) if g is a)
+
+        alone = torch.utils._python_dispatch._disable_current_modes()
+        with alone, with_kernels(), torch._C._AutoDispatchBelowAutograd(), self._mode:
+            fakes = map_leaves(fake, (list(args), dict(kwargs)))
+            result = func(*fakes[0], **fakes[1])
+        return result, given, stand
 
 
 # --- joint graphs of AOTAutograd -----------------------------------------------------------------------------------------

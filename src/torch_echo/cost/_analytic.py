@@ -17,16 +17,15 @@ more than 5. Calibration takes well below a second and is stored in the cache fi
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from torch_echo.cost._cache import CostCache
 from torch_echo.cost._flops import Work, is_view, work_of
 from torch_echo.cost._measured import measure, scrubber
 from torch_echo.cost._spec import OpSpec, spec_of
 
-__all__ = ["AnalyticCost"]
+__all__ = ["AnalyticCost", "Rates"]
 
 _COPY_BYTES = (1 << 18, 1 << 20, 1 << 23, 1 << 25)
 """Bytes moved (read and written) by the copies that are timed."""
@@ -90,10 +89,26 @@ _SLOW: dict[str, tuple[str, ...]] = {
 _CLASS_OF = {name: representative for representative, names in _SLOW.items() for name in names}
 
 
+class Rates(Protocol):
+    """Where the rates of a device are found and put: its cache file."""
+
+    def get(self, section: str, key: str) -> float | None:
+        """One of them, or None."""
+        ...
+
+    def set(self, section: str, key: str, value: float) -> None:
+        """A new one."""
+        ...
+
+    def save(self) -> None:
+        """Keep the new ones."""
+        ...
+
+
 class AnalyticCost:
     """The roofline of one device. Calibrates what an op needs when it is first needed."""
 
-    def __init__(self, cache: CostCache, device: torch.device) -> None:
+    def __init__(self, cache: Rates, device: torch.device) -> None:
         self._cache = cache
         self._device = device
         self._scrub: torch.Tensor | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_echo import compat
 from torch_echo.errors import TorchEchoError
 
-__all__ = ["backward", "forward", "pack", "reserve_bytes", "unpack", "usable"]
+__all__ = ["backward", "forward", "pack", "reserve_bytes", "unpack", "usable", "workspace_bytes"]
 
 aten = torch.ops.aten
 
@@ -60,6 +60,11 @@ def _row(elements: int, itemsize: int) -> int:
 def reserve_bytes(x: Tensor, w_hh: Tensor, reverse: bool) -> Any:
     """Bytes that :func:`pack` leaves of the workspace."""
     return sum(nbytes for _, nbytes in _layout(x, w_hh, reverse).kept)
+
+
+def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, itemsize: int) -> int:
+    """Bytes of the workspace of a layer and direction."""
+    return int(_Layout(steps, batch, inputs, hidden, itemsize, False).nbytes)
 
 
 def _layout(x: Tensor, w_hh: Tensor, reverse: bool) -> _Layout:

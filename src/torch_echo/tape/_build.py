@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -62,11 +62,17 @@ class _Walk:
     """Those packed so far, by value."""
 
 
-def build(recorder: Recorder, cost: CostModel | None = None, states: Iterable[torch.Tensor] = ()) -> TrainingGraph:
+def build(
+    recorder: Recorder,
+    cost: CostModel | None = None,
+    states: Iterable[torch.Tensor] = (),
+    node_seconds: Mapping[int, float] | None = None,
+) -> TrainingGraph:
     """The training graph of the iteration that `recorder` watched. `states`: what optimizers keep; made in this iteration, it is
     there from the start in all later ones.
 
-    Ops get the seconds of `cost`, or what they took while watched. Raises CaptureError if marks and allocations don't match.
+    Ops get the seconds of `cost`, or what they took while watched; autograd's nodes those of `node_seconds`, by sequence number, or
+    what they took. Raises CaptureError if marks and allocations don't match.
     """
     memory, host, nodes = recorder.events()
     marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
@@ -173,7 +179,7 @@ def build(recorder: Recorder, cost: CostModel | None = None, states: Iterable[to
     _confine(graph, begun, saves, recorder.saved)
     graph.saves = [s for s in saves if s.value >= 0]
     graph.passes = [p for p in keep_graph if p.end > p.start]
-    _add_backward(graph, nodes, times, sequences, rebuilds)
+    _add_backward(graph, nodes, times, sequences, rebuilds, node_seconds)
     _link_readers(graph, forward_ops)
     _classify(graph, walk, recorder, forward_ops)
     graph.base_bytes = max(0, recorder.base_bytes - sum(s.nbytes for s in graph.storages if s.alloc < 0))
@@ -339,6 +345,7 @@ def _add_backward(
     times: list[int],
     sequences: dict[int, int],
     rebuilds: list[tuple[int, int]],
+    node_seconds: Mapping[int, float] | None,
 ) -> None:
     """Autograd nodes become ops of the backward phase, in the layer of the forward op that they belong to. What was rebuilt
     while the step was recorded is not counted in their durations."""
@@ -358,8 +365,11 @@ def _add_backward(
             graph.classes.append(OpClass(node.name, layer))
         instance = counts.get(cls, 0)
         counts[cls] = instance + 1
-        inside = spent[bisect_right(begins, node.end)] - spent[bisect_left(begins, node.start)]
-        seconds = (node.end - node.start - inside) * 1e-9
+        if node_seconds is None:
+            inside = spent[bisect_right(begins, node.end)] - spent[bisect_left(begins, node.start)]
+            seconds = (node.end - node.start - inside) * 1e-9
+        else:
+            seconds = node_seconds.get(node.sequence, 0.0)
         graph.ops.append(Op(node.name, layer, Phase.BACKWARD, cls, instance, start, max(start, end), seconds=seconds))
 
 

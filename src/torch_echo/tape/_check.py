@@ -17,40 +17,26 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from sys import _getframe
 from typing import Any
 
 import numpy as np
 import torch
 
 from torch_echo import compat
+from torch_echo._script import script_line
 from torch_echo.memory import live_tensors
 from torch_echo.report.comparison import Comparison
 from torch_echo.rules import Rule, rule_of
 from torch_echo.tape._mode import Dropped, Tape
 from torch_echo.tape._recipe import NO_KWARGS, Passes, Recipe, Slot, written
 
-__all__ = ["Check", "CheckedTape", "comparable", "distance", "random_states", "restore", "same", "script_line"]
+__all__ = ["Check", "CheckedTape", "comparable", "distance", "random_states", "restore", "same"]
 
 MAX_DIFFERENCES = 10
 """Differences told one by one."""
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
 
 RandomStates = dict[str, Any]
-
-
-def script_line() -> str:
-    """file:line of the innermost frame that is neither torch's nor ours; "" without one."""
-    frame: Any = _getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE, _TORCH)) and "<frozen" not in file:
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def same(a: torch.Tensor, b: torch.Tensor, exact: bool = True) -> bool:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from torch_echo import compat
+from torch_echo._script import script_line
 from torch_echo.cost import clock, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, DifferenceFound, TorchEchoError, UnsupportedDevice
 from torch_echo.footprint import replay
@@ -43,7 +44,7 @@ from torch_echo.report.explanation import Explanation
 from torch_echo.report.summary import KindSummary, Summary, rebuilt_by_layer
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
-from torch_echo.tape._check import Check, CheckedTape, script_line
+from torch_echo.tape._check import Check, CheckedTape
 from torch_echo.tape._entry import Entry, entries
 from torch_echo.tape._heap import keep_heap
 from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, engine_seconds, install_plan
@@ -865,16 +866,7 @@ class Session:
             self._failed(kind, "autograd saved nothing that could be seen: compiled, or nothing to train")
             return False
         try:
-            cost = get_cost_model(self.options.cost, self.device)
-            graph = build(recorder, cost, self._optimizer_states())
-            cost.save()
-            graph.rerun_overhead = RERUN_SECONDS
-            if self.device is None or self.device.type == "cpu":
-                graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
-            # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
-            plain = sum(self._plain_seconds.get(tuple(part), math.inf) for part in self._parts())
-            graph.step_seconds = min(graph.step_seconds, plain)
-            self._make_plan(kind, graph, recorder)
+            self._make_plan(kind, self._graph_of(recorder), recorder)
         except CaptureError as error:  # another thread may have been in the way
             self._failed(kind, str(error), error)
             return False
@@ -901,6 +893,20 @@ class Session:
                     other.phase, other.checks, other.remade = Phase.CHECK, 0, False
         self.on_event("planned")
         return True
+
+    def _graph_of(self, recorder: Recorder) -> TrainingGraph:
+        """The training graph of the iteration that was recorded."""
+        assert self.device is not None
+        cost = get_cost_model(self.options.cost, self.device)
+        graph = build(recorder, cost, self._optimizer_states())
+        cost.save()
+        graph.rerun_overhead = RERUN_SECONDS
+        if self.device.type == "cpu":
+            graph.rebuilt_byte_seconds = REBUILT_BYTE_SECONDS
+        # The recorded step was slowed by being watched; it can't take longer than one of its shapes that was not.
+        plain = sum(self._plain_seconds.get(tuple(part), math.inf) for part in self._parts())
+        graph.step_seconds = min(graph.step_seconds, plain)
+        return graph
 
     def _make_plan(self, kind: StepKind, graph: TrainingGraph, recorder: Recorder) -> None:
         assert self.device is not None
