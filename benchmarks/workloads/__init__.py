@@ -75,8 +75,10 @@ def size_of(name: str, preset: str = "small", **changes: Any) -> Any:
 def build(name: str, preset: str = "small", device: str | torch.device = "cpu", **changes: Any) -> Workload:
     """A workload with new parameters and data, the same ones each time, all of it made on `device`.
 
-    Steps are those of ``Trainer(build(...))``. `changes` replace fields of its size. Under a ``FakeTensorMode`` nothing takes memory;
-    PyTorch has no fake version of what initialises `vit` (truncated normal) nor of the loss of `deepspeech` (CTC). Raises KeyError for a workload without this preset, TypeError for a field that its size has not.
+    Steps are those of ``Trainer(build(...))``. `changes` replace fields of its size. Under a ``FakeTensorMode`` nothing takes
+    memory; PyTorch has no fake version of what initialises `vit` (truncated normal) nor of the loss of `deepspeech` (CTC).
+
+    Raises KeyError for a workload without this preset, TypeError for a field that its size has not.
     """
     size = size_of(name, preset, **changes)
     torch.manual_seed(0)

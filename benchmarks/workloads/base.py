@@ -84,7 +84,7 @@ class Trainer:
 
     def __init__(self, workload: Workload, call: Callable[..., Any] | None = None) -> None:
         self.module = workload.module
-        self.call = call or workload.module
+        self.call = workload.module if call is None else call
         """What forward is called through: the module, or what a compiler made of it."""
         self.inputs = workload.inputs
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]

@@ -1,4 +1,7 @@
-"""Mamba-2 from transformers, a state-space model, by its PyTorch code (the scan in chunks). `paper` is the one of 130 million parameters."""
+"""Mamba-2 from transformers, a state-space model, by its PyTorch code (the scan in chunks).
+
+`paper` is the one of 130 million parameters.
+"""
 
 from __future__ import annotations
 
