@@ -162,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from benchmarks.figures import changes
     from benchmarks.output import files, page, plots, tables
+    from benchmarks.output.sections import case_section, change_section
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     try:
@@ -176,9 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables.show(results, console)
     else:
         with tables.Progress(console, len(asked.cases)) as progress:
-            results = run(asked, progress, lambda *found: tables.show_workload(*found, console))
-        tables.show_summary(results["records"], console)
-        tables.show_scale(results, console)
+            results = run(asked, progress, lambda *found: tables.show_section(case_section(*found), console))
+        tables.show_summary(results, console)
         files.write(results, args.out / "bench.json")
     plots.write_html(results, args.out / "bench.html")
     try:
@@ -186,10 +186,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError:
         console.print("no bench.png: matplotlib is not installed")
     if args.page:
-        args.page.write_text(page.page(results))
+        args.page.write_text(page.page(results, os.path.relpath(args.out / "bench.png", args.page.parent)))
     if old is not None:
         found = changes(old["records"], results["records"])
-        tables.show_changes(found, console)
+        tables.show_section(change_section(found), console)
         if any(change.worse for change in found):
             raise SystemExit(1)
 

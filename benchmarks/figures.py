@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.systems import ECHO
+from benchmarks.systems import ECHO, PEERS
 from benchmarks.workloads import PAPER
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "above",
     "best",
     "changes",
-    "exceptions",
     "front",
     "label",
     "measured",
@@ -129,18 +128,19 @@ class Better:
         return self.mine / self.peer["peak_bytes"] - 1 if self.mine else float("inf")
 
 
-def exceptions(records: Sequence[Record]) -> list[Better]:
-    """All of them, for each workload and peer the worst."""
+def better(records: Sequence[Record]) -> list[Better]:
+    """All peers that are better by more than MEMORY; for each workload and system the worst case.
+
+    torch-echo with nothing dropped is plain PyTorch, so the curve of `tape` begins at eager PyTorch's point.
+    """
     found: dict[tuple[str, str], Better] = {}
-    for peer in measured(records):
-        if peer["system"] in (*ECHO, "echo_eager", "paper"):
-            continue
-        own = measured(of(records, peer["workload"]), *ECHO)
-        if not own:
+    for peer in measured(records, *PEERS):
+        mine = of(records, peer["workload"])
+        if not measured(mine, *ECHO):
             continue
         time = peer["seconds_ratio"] * (1 + NOISE)
-        peaks = [p for s in ECHO if (p := at([r for r in own if r["system"] == s], time)) is not None]
-        case = Better(peer["workload"], peer, min(peaks, default=None))
+        peaks = [at(measured(mine, *curve), time) for curve in (("eager", "tape"), ("echo",))]
+        case = Better(peer["workload"], peer, min((p for p in peaks if p is not None), default=None))
         key = (case.workload, peer["system"])
         if case.by > MEMORY and (key not in found or case.by > found[key].by):
             found[key] = case

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.workloads import Workload
     from torch_echo.tape.session import Session
 
-__all__ = ["ECHO", "QUICK", "SYSTEMS", "Case", "Running", "cases", "parse", "start"]
+__all__ = ["ECHO", "PEERS", "QUICK", "SYSTEMS", "Case", "Running", "cases", "parse", "start"]
 
 SYSTEMS = {
     "eager": "PyTorch as it is",
@@ -29,10 +29,10 @@ SYSTEMS = {
     "echo_eager": "torch.compile with torch-echo's backend and PyTorch's kernels; setting: max_overhead",
 }
 ECHO = ("tape", "echo")
-"""Those of which peers are to be no better than one. `paper` is a baseline, and `echo_eager` a means to check `echo`."""
+"""torch-echo. (`paper` is a baseline, `echo_eager` a means to check `echo`.)"""
+PEERS = ("compile", "hand", "library", "budget")
+"""Those that torch-echo is to be no worse than."""
 COMPILED = ("compile", "budget", "echo", "echo_eager")
-RERUN = ("hand", "library")
-
 QUICK = ("eager", "tape", "compile", "hand", "library")
 """Systems of ``--quick``."""
 
@@ -43,7 +43,7 @@ _FIRST: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("hand", ()),
     ("library", ()),
     ("compile", ()),
-    ("echo", (DEFAULT,)),
+    ("echo", (0.0, DEFAULT)),
 )
 _THEN: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("budget", (0.5,)),
@@ -80,7 +80,7 @@ def parse(text: str) -> Case:
         raise ValueError(f"{text!r}: no system is called {system!r}; there are {', '.join(SYSTEMS)}")
     if system in ("eager", "compile", "library", "paper") and setting:
         raise ValueError(f"{text!r}: {system} has no settings")
-    if system == "budget":
+    if system == "budget" and setting:
         try:
             fits = 0 <= float(setting) <= 1
         except ValueError:
@@ -90,7 +90,11 @@ def parse(text: str) -> Case:
     if system in ("tape", "echo", "echo_eager"):
         from torch_echo.options import Options
 
-        Options(**_options(setting))
+        try:
+            Options(**_options(setting))
+        except TypeError:
+            names = ", ".join(field.name for field in fields(Options))
+            raise ValueError(f"{text!r}: options are {names}") from None
     return Case(system, setting)
 
 

@@ -164,8 +164,8 @@ def _env() -> None:
 )
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def _bench(args: tuple[str, ...]) -> _Action:
-    """Measure side by side; see torch-echo bench --help. `bench planner`: plans alone, for joint graphs. The benchmarks are part of the
-    source tree, not of the installed package."""
+    """Measure side by side; see torch-echo bench --help. `bench planner`: plans alone, for joint graphs. The benchmarks are part
+    of the source tree, not of the installed package."""
     root = Path(__file__).resolve().parents[2]
     planner = args[:1] == ("planner",)
     if not (root / "benchmarks" / "__main__.py").is_file():
