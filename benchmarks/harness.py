@@ -28,8 +28,8 @@ Record = dict[str, Any]
 
 MOST_ALIVE = 6
 """Cases of a workload that are alive together, beside eager."""
-PATIENCE = 240.0
-"""Seconds after which setting up a case is given up."""
+PATIENCE = (240.0, 60)
+"""Setting up a case is given up after so many seconds and so many of eager's steps; eager itself has as long as it likes."""
 ROUNDS = (3, 11)
 TURN = 0.25
 """Seconds that a turn lasts at least: several steps, where they are short."""
@@ -137,15 +137,7 @@ class Harness:
 
     def alone(self, workload: str, case: Case, steps: int, changes: dict[str, Any] | None = None) -> Record:
         """One case without others: its seconds are the mean of so many steps, and it is compared with nothing."""
-        run = _Run(self, workload, [case], 0.0, changes or {})
-        worker = run._start(case)
-        pending = [worker]
-        while pending and not run._await(pending):
-            pass
-        if worker.alive:
-            worker.turn(steps)
-            worker.close()
-        return worker.record | summary(worker.turns, worker.turns)
+        return _Run(self, workload, [case], 0.0, changes or {}).alone(steps)
 
 
 class _Run:
@@ -159,12 +151,14 @@ class _Run:
         self.ends = ends
         self.latest = time.monotonic() + SETTING_UP * (ends - time.monotonic())
         self.found: dict[Case, Record] = {}
+        self.patience: float | None = None
 
     def records(self) -> list[Record]:
         """Run them all."""
         self.eager = self._start(self.cases[0])
-        self._await([self.eager])
         try:
+            if self._await([self.eager]):
+                self.patience = PATIENCE[0] + PATIENCE[1] * self.eager.record["seconds"]
             while self.eager.alive and self.rest and time.monotonic() < self.latest:
                 self._group()
             if self.eager.alive and not self.eager.turns:
@@ -177,6 +171,14 @@ class _Run:
             {"workload": self.workload, "system": c.system, "setting": c.setting, **self.found.get(c, {"skipped": why})}
             for c in self.cases
         ]
+
+    def alone(self, steps: int) -> Record:
+        """Run the only case."""
+        worker = self._start(self.cases[0])
+        if self._await([worker]):
+            worker.turn(steps)
+            worker.close()
+        return worker.record | summary(worker.turns, worker.turns)
 
     def _group(self) -> None:
         """Set up as many cases as may be alive; then they take turns."""
@@ -208,14 +210,15 @@ class _Run:
 
     def _await(self, pending: list[_Worker]) -> list[_Worker]:
         """Wait for one of them at least; those that live on. `pending` loses all that are done."""
-        patience = min(w.began for w in pending) + PATIENCE - time.monotonic()
-        heard = wait([w.pipe for w in pending], max(0.0, patience))
+        first = min(w.began for w in pending)
+        left = None if self.patience is None else max(0.0, first + self.patience - time.monotonic())
+        heard = wait([w.pipe for w in pending], left)
         alive = []
         for worker in list(pending):
             if worker.pipe in heard:
                 worker.hear()
-            elif time.monotonic() - worker.began > PATIENCE:
-                worker.record = {"error": f"not set up within {PATIENCE:.0f} seconds"}
+            elif self.patience is not None and time.monotonic() - worker.began > self.patience:
+                worker.record = {"error": f"not set up within {self.patience:.0f} seconds"}
                 worker.process.kill()
             else:
                 continue

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import process
 from benchmarks.measure import MIB, Meter, Seeded, peak, same
 from benchmarks.workloads import Trainer, build
 from torch_echo.options import Options
@@ -74,7 +76,9 @@ def main() -> None:
         for planned in (PLANNED, length):
             given = ["--max-overhead", str(args.max_overhead), "--rounds", str(args.rounds)]
             given += ["--case", str(length), str(planned)]
-            found.append(process.run("benchmarks.lengths", *given, environment=process.environment()))
+            command = [sys.executable, "-m", "benchmarks.lengths", *given]
+            done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
         ratios = [f"{f['echo'] / MIB:.1f} MiB, {f['echo'] / f['eager']:.3f}x" for f in found]
         table.add_row(str(length), *ratios, *(f"{f['ratio']:.3f}x" for f in found))
     Console().print(table)
