@@ -30,8 +30,8 @@ SYSTEMS = {
     "budget_eager": "torch.compile with activation_memory_budget and PyTorch's kernels; setting: the budget",
 }
 ECHO = ("tape", "echo")
-"""torch-echo. (`paper` is a baseline. What ends in `_eager` runs PyTorch's kernels, and is measured only if it is asked for: it tells
-partitions apart from code generation.)"""
+"""torch-echo. (`paper` is a baseline. What ends in `_eager` runs PyTorch's kernels, and is measured only if it is asked for: it
+tells partitions apart from code generation.)"""
 PEERS = ("compile", "hand", "library", "budget")
 """Those that torch-echo is to be no worse than."""
 BUDGETS = ("compile", "budget", "budget_eager")

@@ -25,7 +25,7 @@ class Size:
     width: int
 
 
-SIZES = {"deepspeech": {"small": Size(16, 120, 5, 192), "paper": Size(32, 800, 5, 800)}}
+SIZES = {"deepspeech": {"small": Size(24, 80, 5, 192), "paper": Size(32, 800, 5, 800)}}
 
 
 class SequenceNorm(nn.Module):

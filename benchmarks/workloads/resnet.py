@@ -25,7 +25,7 @@ class Size:
 
 SIZES = {
     "resnet50": {"small": Size(16, 96, (3, 4, 6, 3), 16, 10), "paper": Size(64, 224, (3, 4, 6, 3))},
-    "resnet152": {"small": Size(16, 96, (3, 8, 36, 3), 8, 10), "paper": Size(32, 224, (3, 8, 36, 3))},
+    "resnet152": {"small": Size(12, 128, (3, 8, 36, 3), 8, 10), "paper": Size(32, 224, (3, 8, 36, 3))},
 }
 
 

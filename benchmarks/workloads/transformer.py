@@ -26,8 +26,8 @@ class Size:
 
 
 SIZES = {
-    "transformer_base": {"small": Size(16, 48, 3, 160, 8, 500), "paper": Size(64, 64, 6, 512, 8, 37000)},
-    "transformer_big": {"small": Size(12, 48, 3, 256, 16, 500), "paper": Size(64, 64, 6, 1024, 16, 37000, 0.3)},
+    "transformer_base": {"small": Size(8, 112, 3, 160, 8, 500), "paper": Size(64, 64, 6, 512, 8, 37000)},
+    "transformer_big": {"small": Size(6, 96, 3, 256, 16, 500), "paper": Size(64, 64, 6, 1024, 16, 37000, 0.3)},
 }
 
 
