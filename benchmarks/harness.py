@@ -7,6 +7,7 @@ a case's time over eager's. Then the next ones. What does not fit into the time 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import statistics
@@ -26,10 +27,11 @@ __all__ = ["Budget", "Harness", "Record", "brief", "summary"]
 Record = dict[str, Any]
 """Figures of one case, as they are written to the JSON file."""
 
-MOST_ALIVE = 6
-"""Cases of a workload that are alive together, beside eager."""
+MOST_ALIVE = {"cpu": 6, "cuda": 2}
+"""Cases of a workload that are alive together, beside eager: each holds its parameters and optimizer state all the time."""
 PATIENCE = (240.0, 60)
-"""Setting up a case is given up after so many seconds and so many of eager's steps; eager itself has as long as it likes."""
+"""Setting up a case is given up after so many seconds and so many of eager's steps; eager itself has a day."""
+LATE: Record = {"skipped": "no time was left"}
 ROUNDS = (3, 11)
 TURN = 0.25
 """Seconds that a turn lasts at least: several steps, where they are short."""
@@ -45,13 +47,14 @@ class Budget:
     """For all."""
     began: float = field(default_factory=time.monotonic)
 
-    def left(self) -> float:
-        """Seconds; below zero if it took longer."""
-        return self.seconds - (time.monotonic() - self.began)
+    @property
+    def deadline(self) -> float:
+        """On the monotonic clock."""
+        return self.began + self.seconds
 
     def ends(self, parts: int) -> float:
-        """When the next of so many parts has to be done, on the monotonic clock."""
-        return time.monotonic() + max(0.0, self.left()) / parts
+        """When the next of so many parts has to be done."""
+        return time.monotonic() + max(0.0, self.deadline - time.monotonic()) / parts
 
 
 class _Worker:
@@ -119,6 +122,8 @@ class Harness:
     """Cases that are set up at a time."""
     rounds: int | None = None
     """Exactly so many, whatever time is left."""
+    deadline: float = math.inf
+    """On the monotonic clock: what is not set up by then is given up."""
     say: Callable[[str, Case, str], None] = lambda *_: None
     """Told what happens, at once: (workload, case, what)."""
 
@@ -127,7 +132,7 @@ class Harness:
             os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         # Workers are forked off a process that has imported all this and started no thread.
         self.context: Any = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch._dynamo", "transformers", "torch_echo", "benchmarks.worker"])
+        self.context.set_forkserver_preload(["torch._dynamo", "transformers.modeling_utils", "benchmarks.worker"])
 
     def run(
         self, workload: str, cases: Sequence[Case], ends: float, changes: dict[str, Any] | None = None
@@ -151,7 +156,7 @@ class _Run:
         self.ends = ends
         self.latest = time.monotonic() + SETTING_UP * (ends - time.monotonic())
         self.found: dict[Case, Record] = {}
-        self.patience: float | None = None
+        self.patience = 24 * 3600.0
 
     def records(self) -> list[Record]:
         """Run them all."""
@@ -166,9 +171,9 @@ class _Run:
         finally:
             self.eager.close()
         self.found[self.eager.case] = self.eager.record | summary(self.eager.turns, self.eager.turns)
-        why = "no time was left" if self.eager.alive else "eager PyTorch failed"
+        why = LATE if self.eager.alive or self.eager.record == LATE else {"skipped": "eager PyTorch failed"}
         return [
-            {"workload": self.workload, "system": c.system, "setting": c.setting, **self.found.get(c, {"skipped": why})}
+            {"workload": self.workload, "system": c.system, "setting": c.setting, **self.found.get(c, why)}
             for c in self.cases
         ]
 
@@ -186,7 +191,7 @@ class _Run:
         alive: list[_Worker] = []
         try:
             while True:
-                room = len(alive) + len(pending) < MOST_ALIVE and len(pending) < self.harness.jobs
+                room = len(alive) + len(pending) < MOST_ALIVE[self.harness.device] and len(pending) < self.harness.jobs
                 if self.rest and room and time.monotonic() < self.latest:
                     pending.append(self._start(self.rest.pop(0)))
                 elif pending:
@@ -210,15 +215,15 @@ class _Run:
 
     def _await(self, pending: list[_Worker]) -> list[_Worker]:
         """Wait for one of them at least; those that live on. `pending` loses all that are done."""
-        first = min(w.began for w in pending)
-        left = None if self.patience is None else max(0.0, first + self.patience - time.monotonic())
-        heard = wait([w.pipe for w in pending], left)
+        late = {w: min(w.began + self.patience, self.harness.deadline) for w in pending}
+        heard = wait([w.pipe for w in pending], max(0.0, min(late.values()) - time.monotonic()))
         alive = []
         for worker in list(pending):
             if worker.pipe in heard:
                 worker.hear()
-            elif self.patience is not None and time.monotonic() - worker.began > self.patience:
-                worker.record = {"error": f"not set up within {self.patience:.0f} seconds"}
+            elif time.monotonic() >= late[worker]:
+                given_up = {"error": f"not set up within {self.patience:.0f} seconds"}
+                worker.record = LATE if time.monotonic() >= self.harness.deadline else given_up
                 worker.process.kill()
             else:
                 continue

@@ -51,7 +51,7 @@ def run(
     }  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="torch-echo-bench-"))
     try:
-        harness = Harness(asked.preset, asked.device, folder, asked.jobs, asked.rounds, say)
+        harness = Harness(asked.preset, asked.device, folder, asked.jobs, asked.rounds, budget.deadline, say)
         parts = len(asked.cases) * (2 if asked.scale else 1)
         for name, cases in asked.cases.items():
             records = harness.run(name, cases, budget.ends(parts), asked.changes)

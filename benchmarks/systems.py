@@ -36,7 +36,7 @@ PEERS = ("compile", "hand", "library", "budget")
 """Those that torch-echo is to be no worse than."""
 BUDGETS = ("compile", "budget", "budget_eager")
 COMPILED = (*BUDGETS, "echo", "echo_eager")
-QUICK = ("eager", "tape", "compile", "hand", "library")
+QUICK = ("eager", "tape", "hand", "library")
 """Systems of ``--quick``."""
 
 DEFAULT = 0.05
