@@ -114,17 +114,19 @@ def _cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[st
         if args.preset not in presets(name):
             parser.error(f"--workload {name}: has sizes for {', '.join(presets(name))} only, not for {args.preset}")
         workload = build(name, presets(name)[0])
-        found = list(cases(workload, args.quick and not given))
-        out[name] = found
-        if given:
-            out[name] = found[:1]
-            for case in given:
-                there = case.system != "hand" or case.setting in workload.places
-                same = [c for c in found if c.system == case.system]
-                matching = same if not case.setting else [case] if there else []
-                out[name] += [c for c in matching if c not in out[name]]
+        if not given:
+            out[name] = list(cases(workload, quick=args.quick))
+            continue
+        out[name] = [Case("eager")]
+        for case in given:
+            found = [c for c in cases(workload, every=True) if c.system == case.system]
+            if case.setting and (case.system != "hand" or case.setting in workload.places):
+                found = [case]
+            elif case.setting:
+                found = []
+            out[name] += [c for c in found if c not in out[name]]
     for case in given:
-        if not any(c.system == case.system for each in out.values() for c in each):
+        if not any(c == case if case.setting else c.system == case.system for each in out.values() for c in each):
             parser.error(f"--system {case}: there is no such case for {', '.join(out)}")
     return out
 

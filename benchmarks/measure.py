@@ -121,18 +121,19 @@ class Meter:
     def __call__(self, step: Callable[[], Any], count: int = 1) -> dict[str, float]:
         """Of `count` steps: for one of them, in seconds and joules."""
         gc.collect()
-        self._wait()
+        self.wait()
         energy = self._energy() if self._energy else 0.0
         began = self._clock()
         for _ in range(count):
             step()
-        self._wait()
+        self.wait()
         found = {"seconds": (self._clock() - began) / count}
         if self._energy:
             found["joules"] = (self._energy() - energy) / count
         return found
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

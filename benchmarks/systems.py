@@ -58,6 +58,10 @@ _THEN: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("budget", (0.8,)),
     ("tape", (0.1,)),
 )
+_ASKED: tuple[tuple[str, tuple[float, ...]], ...] = (
+    ("echo_eager", (0.0, DEFAULT, 0.15, 0.3)),
+    ("budget_eager", (0.8, 0.5, 0.2)),
+)
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,10 @@ def parse(text: str) -> Case:
     return Case(system, setting)
 
 
-def cases(workload: Workload, quick: bool = False) -> Iterator[Case]:
-    """All that there are for a workload, eager first."""
+def cases(workload: Workload, *, quick: bool = False, every: bool = False) -> Iterator[Case]:
+    """Those of a workload, eager first. `quick`: a few; `every`: also those that are measured only if they are asked for."""
     yield Case("eager")
-    for system, settings in _FIRST if quick else _FIRST + _THEN:
+    for system, settings in _FIRST if quick else (_FIRST + _THEN + _ASKED if every else _FIRST + _THEN):
         if quick and system not in QUICK:
             continue
         if system == "hand":

@@ -87,9 +87,10 @@ def _serve(task: Task, pipe: Connection) -> None:
     workload = build(task.workload, task.preset, task.device, **task.changes)
     running = start(task.case, workload)
     trainer = Trainer(workload, running.call)
-    step = Seeded(trainer)
+    step, meter = Seeded(trainer), Meter(device)
     began = time.perf_counter()
     steps = settle(running, step)
+    meter.wait()
     figures: dict[str, Any] = {"setup_seconds": time.perf_counter() - began, "setup_steps": steps}
     reference = task.folder / f"{task.name}.reference"
     if task.case.system == "eager":
@@ -98,7 +99,6 @@ def _serve(task: Task, pipe: Connection) -> None:
         figures |= _compare(step, reference)
     figures |= {f"{name}_bytes": n for name, n in asdict(total_peak(step, device)).items() if n is not None}
     figures |= _told(running, task.case)
-    meter = Meter(device)
     figures["seconds"] = meter(step)["seconds"]
     trainer.clear()
     pipe.send(figures)

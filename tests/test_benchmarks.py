@@ -124,6 +124,8 @@ class TestSystems:
         assert "library" not in found
         assert "library" in map(str, cases(build("gpt2", **TINY["gpt2"])))
         assert len(found) == len(set(found))
+        quick = [str(case) for case in cases(build("nmt", **TINY["nmt"]), quick=True)]
+        assert quick == ["eager", "tape:0.05", "tape:0.15", "hand:attention"]
 
     @pytest.mark.parametrize(
         ("text", "said"),

@@ -30,7 +30,7 @@ def make(size: Size) -> Workload:
 
     config: Any = GPT2Config(
         vocab_size=size.vocabulary, n_positions=size.length, n_embd=size.width, n_layer=size.layers, n_head=size.heads,
-        resid_pdrop=size.dropout, embd_pdrop=size.dropout, attn_pdrop=size.dropout, use_cache=False,
+        resid_pdrop=size.dropout, embd_pdrop=size.dropout, attn_pdrop=size.dropout, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = Named(GPT2LMHeadModel(config), "input_ids", "labels")
     text = tokens(size.vocabulary, size.batch, size.length)
