@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.run import Asked, run
 from benchmarks.systems import SYSTEMS, Case, cases, parse
@@ -117,14 +118,10 @@ def _cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[st
         if not given:
             out[name] = list(cases(workload, quick=args.quick))
             continue
-        out[name] = [Case("eager")]
-        for case in given:
-            found = [c for c in cases(workload, every=True) if c.system == case.system]
-            if case.setting and (case.system != "hand" or case.setting in workload.places):
-                found = [case]
-            elif case.setting:
-                found = []
-            out[name] += [c for c in found if c not in out[name]]
+        whole = [case.system for case in given if not case.setting]
+        out[name] = [c for c in cases(workload, every=True) if c.system in ("eager", *whole) or c in given]
+        own = [c for c in given if c.setting and c.system != "hand" and c not in out[name]]
+        out[name] += dict.fromkeys(own)
     for case in given:
         if not any(c == case if case.setting else c.system == case.system for each in out.values() for c in each):
             parser.error(f"--system {case}: there is no such case for {', '.join(out)}")
@@ -162,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _refuse(parser, args)
     from rich.console import Console
 
-    from benchmarks.figures import changes
+    from benchmarks.figures import changes, of
     from benchmarks.output import files, page, plots, tables
     from benchmarks.output.sections import case_section, change_section
 
@@ -178,10 +175,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.source:
         tables.show(results, console)
     else:
+
+        def done(results: dict[str, Any], name: str) -> None:
+            tables.show_section(case_section(name, results["workloads"][name], of(results["records"], name)), console)
+            files.write(results, args.out / "bench.json")  # each time: a run may be stopped
+
         with tables.Progress(console, len(asked.cases)) as progress:
-            results = run(asked, progress, lambda *found: tables.show_section(case_section(*found), console))
+            results = run(asked, progress, done)
         tables.show_summary(results, console)
-        files.write(results, args.out / "bench.json")
     plots.write_html(results, args.out / "bench.html")
     try:
         plots.write_png(results, args.out / "bench.png")

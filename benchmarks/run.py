@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Budget, Harness, Record
+from benchmarks.harness import Budget, Harness
 from benchmarks.output.files import FORMAT
 from benchmarks.scale import scale, throughput
 from benchmarks.systems import Case
@@ -38,9 +38,9 @@ class Asked:
 
 
 def run(
-    asked: Asked, say: Callable[[str, Case, str], None], done: Callable[[str, dict[str, Any], list[Record]], None]
+    asked: Asked, say: Callable[[str, Case, str], None], done: Callable[[dict[str, Any], str], None]
 ) -> dict[str, Any]:
-    """Measure. `say` is told what happens; `done` of each workload, with its description and its records."""
+    """Measure. `say` is told what happens; `done`, after each workload, the results so far and the workload's name."""
     from torch_echo._version import __version__
     from torch_echo.report.environment import environment
 
@@ -54,11 +54,9 @@ def run(
         harness = Harness(asked.preset, asked.device, folder, asked.jobs, asked.rounds, budget.deadline, say)
         parts = len(asked.cases) * (2 if asked.scale else 1)
         for name, cases in asked.cases.items():
-            records = harness.run(name, cases, budget.ends(parts), asked.changes)
-            about = {"title": WORKLOADS[name].title, "size": asdict(size_of(name, asked.preset, **asked.changes))}
-            results["workloads"][name] = about
-            results["records"] += records
-            done(name, about, records)
+            results["records"] += harness.run(name, cases, budget.ends(parts), asked.changes)
+            size = asdict(size_of(name, asked.preset, **asked.changes))
+            results["workloads"][name] = {"title": WORKLOADS[name].title, "size": size}
             parts -= 1
             if asked.scale:
                 rows = scale(harness, name, asked.limit, budget.ends(parts))
@@ -66,6 +64,8 @@ def run(
                 if rows:
                     results["throughput"] += throughput(harness, name, rows[0]["limit_bytes"], budget.ends(parts))
                 parts -= 1
+            results |= {"seconds": time.monotonic() - budget.began, "load": os.getloadavg()}
+            done(results, name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return results | {"seconds": time.monotonic() - budget.began, "load": os.getloadavg()}
+    return results

@@ -57,7 +57,7 @@ def serve(task: Task, pipe: Connection) -> None:
     os.dup2(log, 2)
     caches = task.folder / "caches" / task.workload / task.case.caches
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TORCH_ECHO_CACHE": str(task.folder / "costs")}
-    os.environ |= {"TORCH_ECHO": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    os.environ["TORCH_ECHO"] = ""
     warnings.filterwarnings("ignore")
     import torch
 
@@ -65,6 +65,7 @@ def serve(task: Task, pipe: Connection) -> None:
     from torch_echo.tape._heap import keep_heap
 
     if task.device == "cpu":
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # each case has one core
         torch.set_num_threads(1)
         keep_heap()  # as torch-echo has it, so that it is not given credit for fewer page faults
     try:

@@ -35,7 +35,7 @@ class Size:
 SIZES = {
     "nmt": {"small": Size(48, 32, 2, 160, 1000, 500), "paper": Size(128, 100, 2, 512, 17200, 7700)},
     "nmt1000": {"small": Size(48, 24, 1, 256, 1000, 500, True), "paper": Size(80, 100, 1, 1000, 17200, 7700, True)},
-    "nmt4": {"small": Size(32, 20, 4, 128, 1000, 500, True), "paper": Size(32, 100, 4, 512, 17200, 7700, True)},
+    "nmt4": {"small": Size(64, 20, 4, 128, 1000, 500, True), "paper": Size(32, 100, 4, 512, 17200, 7700, True)},
 }
 
 
