@@ -121,6 +121,8 @@ class Better:
     peer: Record
     mine: float | None
     """Peak of torch-echo's curve at that time; None where it is not as fast at all."""
+    cut: bool
+    """Were settings of torch-echo left out, so that the curve may end too early?"""
 
     @property
     def by(self) -> float:
@@ -140,7 +142,8 @@ def better(records: Sequence[Record]) -> list[Better]:
             continue
         time = peer["seconds_ratio"] * (1 + NOISE)
         peaks = [at(measured(mine, *curve), time) for curve in (("eager", "tape"), ("echo",))]
-        case = Better(peer["workload"], peer, min((p for p in peaks if p is not None), default=None))
+        cut = any("skipped" in r for r in mine if r["system"] in ECHO)
+        case = Better(peer["workload"], peer, min((p for p in peaks if p is not None), default=None), cut)
         key = (case.workload, peer["system"])
         if case.by > MEMORY and (key not in found or case.by > found[key].by):
             found[key] = case

@@ -303,6 +303,9 @@ class TestFigures:
         (case,) = better(records)
         assert case.peer["setting"] == "attention"
         assert case.by > 0.02
+        assert not case.cut
+        records.append({"workload": "nmt", "system": "tape", "setting": "0.5", "skipped": "no time was left"})
+        assert better(records)[0].cut
         records.append(record("nmt", "budget:0.5", 90, 0.7))
         assert [c.mine for c in better(records) if c.peer["system"] == "budget"] == [None]
 
