@@ -114,7 +114,11 @@ def _cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[st
     for name in args.workload or listed:
         if args.preset not in presets(name):
             parser.error(f"--workload {name}: has sizes for {', '.join(presets(name))} only, not for {args.preset}")
-        workload = build(name, presets(name)[0])
+        try:
+            workload = build(name, presets(name)[0])
+        except ImportError:  # of a package that the model comes from: the worker says which
+            out[name] = [Case("eager"), *(case for case in given if case.setting)]
+            continue
         if not given:
             out[name] = list(cases(workload, quick=args.quick))
             continue
@@ -183,11 +187,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         with tables.Progress(console, len(asked.cases)) as progress:
             results = run(asked, progress, done)
         tables.show_summary(results, console)
-    plots.write_html(results, args.out / "bench.html")
-    try:
-        plots.write_png(results, args.out / "bench.png")
-    except ImportError:
-        console.print("no bench.png: matplotlib is not installed")
+    for name, draw in (("bench.html", plots.write_html), ("bench.png", plots.write_png)):
+        try:
+            draw(results, args.out / name)
+        except ImportError as error:
+            console.print(f"no {name}: {error.name} is not installed")
     if args.page:
         args.page.write_text(page.page(results, os.path.relpath(args.out / "bench.png", args.page.parent)))
     if old is not None:

@@ -74,7 +74,7 @@ def serve(task: Task, pipe: Connection) -> None:
         pipe.send({"infeasible": str(error), "floor": error.floor})
     except Exception as error:  # told to the parent, which goes on with the other cases
         traceback.print_exc()
-        text = (str(error).strip().splitlines() or [""])[0]
+        text = " ".join(str(error).strip().splitlines()[:2])  # compilers name the cause in the second line
         pipe.send({"error": f"{type(error).__name__}: {text}"[:300]})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.__main__ import main
+from benchmarks.__main__ import _cases, _parser, main
 from benchmarks.figures import at, better, changes, ratios
 from benchmarks.harness import Budget, Harness, summary
 from benchmarks.measure import MIB, Meter, Seeded, distance, peak, total_peak
@@ -340,6 +340,24 @@ class TestCommand:
 
         write_png(results(), tmp_path / "bench.png")
         assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_without_the_packages_for_pictures(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "plotly", None)
+        monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+        source = tmp_path / "old.json"
+        source.write_text(json.dumps(results()))
+        main(["--from", str(source), "--out", str(tmp_path)])
+        assert "no bench.html: plotly" in capsys.readouterr().out
+        assert not (tmp_path / "bench.html").exists()
+
+    def test_without_the_package_that_a_model_comes_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        parser = _parser()
+        asked = _cases(parser, parser.parse_args(["--workload", "gpt2", "--workload", "gnn", "--system", "tape:0.1"]))
+        assert [str(case) for case in asked["gpt2"]] == ["eager", "tape:0.1"]
+        assert len(asked["gnn"]) == 2
 
     def test_worse_than_before(self, tmp_path: Path) -> None:
         old, new = tmp_path / "old.json", tmp_path / "new.json"

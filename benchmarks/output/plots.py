@@ -38,7 +38,7 @@ def _drawn(results: dict[str, Any]) -> list[str]:
 
 
 def write_html(results: dict[str, Any], path: Path) -> None:
-    """A page that needs nothing else."""
+    """A page that needs nothing else. Raises ImportError where plotly is not installed."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 

@@ -156,6 +156,10 @@ def _env() -> None:
         click.echo(f"{name + ':':26} {value}")
 
 
+_BENCHES = {"planner": "benchmarks.planner.__main__"}
+"""What has a command line of its own, by the first argument."""
+
+
 @_cli.command(
     "bench",
     options_metavar="",
@@ -167,15 +171,15 @@ def _bench(args: tuple[str, ...]) -> _Action:
     """Measure side by side; see torch-echo bench --help. `bench planner`: plans alone, for joint graphs. The benchmarks are part
     of the source tree, not of the installed package."""
     root = Path(__file__).resolve().parents[2]
-    planner = args[:1] == ("planner",)
     if not (root / "benchmarks" / "__main__.py").is_file():
         raise TorchEchoError("bench: the benchmarks are in torch-echo's source tree; install from there, with -e")
     sys.path.insert(0, str(root))
 
+    part = _BENCHES.get(args[0]) if args else None
+
     def run() -> None:
-        name = "benchmarks.planner.__main__" if planner else "benchmarks.__main__"
-        main: Callable[[Sequence[str]], None] = importlib.import_module(name).main
-        main(args[1:] if planner else args)
+        main: Callable[[Sequence[str]], None] = importlib.import_module(part or "benchmarks.__main__").main
+        main(args[1:] if part else args)
 
     return run
 
