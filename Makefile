@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-long lint bench clean
+.PHONY: install demo test test-long lint bench results clean
 
 install: $(STAMP)
 
@@ -28,7 +28,10 @@ lint: install
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python -m benchmarks
+	$(BIN)/torch-echo bench --out docs/results --page docs/results.md
+
+results: install
+	$(BIN)/torch-echo bench --from docs/results/bench.json --out docs/results --page docs/results.md
 
 clean:
 	rm -rf $(VENV) build dist

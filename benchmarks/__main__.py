@@ -1,166 +1,204 @@
-"""Measure all workloads and print the tables: ``python -m benchmarks``."""
+"""Command line: see the package."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import process, tables
-from benchmarks.bars import LIMITS
-from benchmarks.process import ROOT
-from benchmarks.workloads import NAMES, QUICK
+from benchmarks.run import Asked, run
+from benchmarks.systems import SYSTEMS, Case, cases, parse
+from benchmarks.workloads import PRESETS, WORKLOADS
+from benchmarks.workloads import QUICK as QUICK_WORKLOADS
+from torch_echo.errors import TorchEchoError
+from torch_echo.units import parse_bytes
 
-PLACES = {
-    "decoder": ("per step", "attention"),
-    "gpt": ("per block",),
-    "unet": ("per stage",),
-    "lstm_lm": ("per step",),
-    "nmt30": ("per step", "attention"),
-    "nmt60": ("per step", "attention"),
-}
+MINUTES = {"small": 24.0, "paper": 60.0}
+QUICK_MINUTES = 2.7
 
-
-class Runner:
-    """Runs cases, each in a process of its own, and collects what they print."""
-
-    def __init__(self, cache: Path) -> None:
-        self.environment = process.environment(TORCH_ECHO="", TORCH_ECHO_CACHE=str(cache))
-        self.began = time.monotonic()
-
-    def case(self, workload: str, system: str, rounds: int) -> dict[str, Any]:
-        """One case."""
-        result = self._run("benchmarks.case", workload, system, "--rounds", str(rounds))
-        result = {"workload": workload, "system": system, **result}
-        self._say(f"{workload:8} {system:28} {tables.brief(result)}")
-        return result
-
-    def engine(self, rounds: int) -> dict[str, Any]:
-        """The microbenchmarks."""
-        result = self._run("benchmarks.engine", str(rounds))
-        self._say("what the tape costs")
-        return result
-
-    def script(self, length: int, echo: Sequence[str] | None) -> int:
-        """Peak of the sixth to eighth step of ``examples/nmt/train.py`` itself, plain or under ``torch-echo run``."""
-        example = ROOT / "examples" / "nmt"
-        start = [sys.executable] if echo is None else [sys.executable, "-m", "torch_echo", "run", *echo]
-        with tempfile.TemporaryDirectory() as folder:
-            out = str(Path(folder) / "peaks.json")
-            given = ["--lang", "ja", "--length", str(length), "--max-steps", "8", "--eval-lines", "0", "--threads", "1"]
-            command = [*start, str(example / "measure.py"), out, "6", "8", str(example / "train.py"), *given]
-            subprocess.run(command, env=self.environment, cwd=ROOT, check=True, capture_output=True)
-            peak: int = max(json.loads(Path(out).read_text()).values())
-        self._say(
-            f"train.py --length {length}, {'plain' if echo is None else 'run ' + ' '.join(echo)}: {peak / 2**20:.1f} MiB"
-        )
-        return peak
-
-    def _run(self, module: str, *args: str) -> dict[str, Any]:
-        try:
-            result: dict[str, Any] = process.run(module, *args, environment=self.environment)
-        except subprocess.CalledProcessError as error:
-            return {"error": (error.stderr.strip().splitlines() or ["?"])[-1]}
-        return result
-
-    def _say(self, text: str) -> None:
-        print(f"{time.monotonic() - self.began:5.0f} s  {text}", file=sys.stderr, flush=True)
+DESCRIPTION = """Measure torch-echo beside what people use instead: peak memory, step time, set-up time, and whether losses and
+gradients are eager PyTorch's. Every case runs in a process of its own; they take turns.
+Prints tables; writes bench.json, bench.html and bench.png."""
+EPILOG = "workloads: " + "; ".join(f"{name} ({about.title})" for name, about in WORKLOADS.items())
+EPILOG += ". systems: " + "; ".join(f"{name} ({what})" for name, what in SYSTEMS.items())
+EPILOG += ". torch-echo bench planner compares plans alone."
 
 
-def untimed(runner: Runner, workloads: Sequence[str], quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Cases of which only bytes and kernels are wanted, by workload, as many at a time as there are cores."""
-    cases = [(name, "eager") for name in workloads]
-    cases += [(name, f"hand:{place}") for name in workloads for place in PLACES[name]]
-    if not quick:
-        limits = [limit for limit in LIMITS if limit.workload in workloads]
-        cases += [(limit.workload, f"limit:{limit.most}:{round(limit.mib * 2**20)}") for limit in limits]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = list(pool.map(lambda case: runner.case(case[0], case[1], 0), cases))
-    return {name: [r for r in results if r["workload"] == name] for name in workloads}
-
-
-def scripts(runner: Runner, workloads: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Peaks of the training script itself, by length."""
-    lengths = [int(name[3:]) for name in workloads if name.startswith("nmt")]
-    ways = {"plain": None, "echo": ("--max-overhead", "0.2")}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        made = {(n, way): pool.submit(runner.script, n, options) for n in lengths for way, options in ways.items()}
-        return {str(n): {way: made[n, way].result() for way in ways} for n in lengths}
-
-
-def timed(
-    runner: Runner, name: str, known: list[dict[str, Any]], rounds: int, budgets: Sequence[float]
-) -> list[dict[str, Any]]:
-    """All cases of a workload, one at a time; `known` are those of which no times are wanted. No budgets: few cases."""
-    quick = not budgets
-    few = max(3, rounds // 3)
-    eager = known[0]
-    hands = [case for case in known if case["system"].startswith("hand")]
-    best = min(hands, key=lambda case: case.get("peak", sys.maxsize))
-    results = [eager, best if quick else runner.case(name, best["system"], few)]
-    wide = not quick and name.startswith("nmt")
-    for option in ("echo", "echo:max_overhead=0.15", *(("echo:max_overhead=0.2",) if wide else ())):
-        results.append(runner.case(name, option, rounds))
-    if not quick and "peak" in eager and "peak" in best:
-        for above in (*(round(share * eager["peak"]) for share in budgets), best["peak"]):
-            case = runner.case(name, f"echo:above={above}", few)
-            case |= {"budget": above, "share": above / eager["peak"], "hand": above == best["peak"]}
-            results.append(case)
-    return results + [case for case in known if case["system"].startswith("limit")]
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--workload", action="append", choices=list(NAMES), help="only this one (may be repeated)")
-    parser.add_argument("--quick", action="store_true", help="fewer workloads, systems and rounds")
-    parser.add_argument("--rounds", type=int, help="steps of each kind for the times (15; 3 with --quick)")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torch-echo bench", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes: for two CPU cores, or for a GPU")
     parser.add_argument(
-        "--budgets",
-        type=lambda text: tuple(float(x) for x in text.split(",")),
-        default=(0.7,),
-        metavar="SHARES",
-        help="memory budgets to try, as fractions of eager's peak, beside the peak of checkpointing by hand (0.7)",
+        "--workload", action="append", choices=list(WORKLOADS), metavar="NAME", help="only this one; may be repeated"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table instead of the others")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="measure nothing: print the tables of this file")
-    args = parser.parse_args()
-    if args.from_json:
-        figures = json.loads(args.from_json.read_text())
+    parser.add_argument(
+        "--system", action="append", metavar="NAME[:SETTING]",
+        help="only this one (and eager PyTorch), with all its settings or with this one: tape, echo:0.1, tape:memory_budget=2GiB, "
+        "hand:attention; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="few workloads and systems, in less than three minutes")
+    parser.add_argument(
+        "--minutes", type=float, help="end within so many; what does not fit is left out (small: 24, paper: 60)"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds of steps, whatever time is left (3 to 11, as time allows)")
+    parser.add_argument("--jobs", type=int, help="cases that are set up at a time (all cores; one on a GPU)")
+    parser.add_argument("--device", help="cpu or cuda (small: cpu, paper: cuda)")
+    parser.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="FIELD=N",
+        help="another batch, layers, length, … than the preset's",
+    )
+    parser.add_argument(
+        "--scale", action="store_true", help="also the largest batch and the most layers under a memory limit"
+    )
+    parser.add_argument(
+        "--memory-limit", metavar="SIZE", help="of --scale: 8GiB (eager PyTorch's peak at the preset's size)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="FOLDER", help="for the files that are written (this one)"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OLD.json",
+        help="also a table of what changed; exit code 1 if something is worse",
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE.json", help="measure nothing: the results are in this file"
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="also write the results page")
+    return parser
+
+
+def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What argparse does not check."""
+    if not args.out.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
+    for name in ("rounds", "jobs", "minutes"):
+        given = getattr(args, name)
+        if given is not None and given <= 0:
+            parser.error(f"--{name} {given:g}: must be more than 0")
+    if args.page is not None and not args.page.parent.is_dir():
+        parser.error(f"--page {args.page}: there is no folder {args.page.parent}")
+    if args.memory_limit is not None and not args.scale:
+        parser.error("--memory-limit is for --scale")
+    if args.source is None and args.device not in ("cpu", "cuda"):
+        parser.error(f"--device {args.device}: must be cpu or cuda")
+
+
+def _changes(parser: argparse.ArgumentParser, given: Sequence[str]) -> dict[str, int]:
+    changes = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not value.isdecimal() or int(value) < 1:
+            parser.error(f"--size {text}: must be FIELD=N with a number from 1 on, as in batch=64")
+        changes[name] = int(value)
+    return changes
+
+
+def _cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, list[Case]]:
+    """By workload, those that were asked for, eager first."""
+    from benchmarks.workloads import build, presets
+
+    listed = QUICK_WORKLOADS if args.quick else tuple(n for n, about in WORKLOADS.items() if about.listed)
+    out: dict[str, list[Case]] = {}
+    try:
+        given = [parse(text) for text in args.system or ()]
+    except (ValueError, TorchEchoError) as error:
+        parser.error(f"--system {error}")
+    for name in args.workload or listed:
+        if args.preset not in presets(name):
+            parser.error(f"--workload {name}: has sizes for {', '.join(presets(name))} only, not for {args.preset}")
+        try:
+            workload = build(name, presets(name)[0])
+        except ImportError:  # of a package that the model comes from: the worker says which
+            out[name] = [Case("eager"), *(case for case in given if case.setting)]
+            continue
+        if not given:
+            out[name] = list(cases(workload, quick=args.quick))
+            continue
+        whole = [case.system for case in given if not case.setting]
+        out[name] = [c for c in cases(workload, every=True) if c.system in ("eager", *whole) or c in given]
+        own = [c for c in given if c.setting and c.system != "hand" and c not in out[name]]
+        out[name] += dict.fromkeys(own)
+    for case in given:
+        if not any(c == case if case.setting else c.system == case.system for each in out.values() for c in each):
+            parser.error(f"--system {case}: there is no such case for {', '.join(out)}")
+    return out
+
+
+def _ask(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Asked:
+    """What was asked for."""
+    import torch
+
+    from benchmarks.workloads import size_of
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this PyTorch sees no GPU; --device cpu runs the preset on the CPU")
+    changes = _changes(parser, args.size)
+    found = _cases(parser, args)
+    for name in found:
+        if unknown := changes.keys() - asdict(size_of(name, args.preset)).keys():
+            fields = ", ".join(asdict(size_of(name, args.preset)))
+            parser.error(f"--size {', '.join(unknown)}: {name} has {fields}")
+    return Asked(
+        args.preset, args.device, found, changes,
+        minutes=args.minutes or (QUICK_MINUTES if args.quick else MINUTES[args.preset]),
+        jobs=args.jobs or (len(os.sched_getaffinity(0)) if args.device == "cpu" else 1),
+        rounds=args.rounds, scale=args.scale,
+        limit=parse_bytes(args.memory_limit, "--memory-limit") if args.memory_limit else None,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure or read, print, write."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.device = args.device or {"small": "cpu", "paper": "cuda"}[args.preset]
+    _refuse(parser, args)
+    from rich.console import Console
+
+    from benchmarks.figures import changes, of
+    from benchmarks.output import files, page, plots, tables
+    from benchmarks.output.sections import case_section, change_section
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    try:
+        old = files.read(args.compare) if args.compare else None
+        if args.source:
+            results = files.read(args.source)
+        else:
+            asked = _ask(parser, args)
+    except TorchEchoError as error:
+        parser.error(str(error))
+    if args.source:
+        tables.show(results, console)
     else:
-        workloads = args.workload or list(QUICK if args.quick else NAMES)
-        rounds = args.rounds or (3 if args.quick else 15)
-        with tempfile.TemporaryDirectory() as folder:
-            load = os.getloadavg()[0]
-            # Costs measured while two cases run at a time are no use to the timed ones.
-            runner, side = Runner(Path(folder) / "costs"), Runner(Path(folder) / "side")
-            budgets = () if args.quick else args.budgets
-            known = untimed(side, workloads, args.quick)
-            figures = {
-                "machine": tables.machine(),
-                "cases": [c for name in workloads for c in timed(runner, name, known[name], rounds, budgets)],
-            }
-            if not args.workload:
-                figures["engine"] = runner.engine(11 if args.quick else 25)
-            if not args.quick:
-                figures["script"] = scripts(side, workloads)
-            figures["load"] = [load, os.getloadavg()[2]]
-            figures["seconds"] = time.monotonic() - runner.began
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    if args.markdown:
-        print(tables.markdown(figures))
-    else:
-        tables.show(figures)
+
+        def done(results: dict[str, Any], name: str) -> None:
+            tables.show_section(case_section(name, results["workloads"][name], of(results["records"], name)), console)
+            files.write(results, args.out / "bench.json")  # each time: a run may be stopped
+
+        with tables.Progress(console, len(asked.cases)) as progress:
+            results = run(asked, progress, done)
+        tables.show_summary(results, console)
+    for name, draw in (("bench.html", plots.write_html), ("bench.png", plots.write_png)):
+        try:
+            draw(results, args.out / name)
+        except ImportError as error:
+            console.print(f"no {name}: {error.name} is not installed")
+    if args.page:
+        args.page.write_text(page.page(results, os.path.relpath(args.out / "bench.png", args.page.parent)))
+    if old is not None:
+        found = changes(old["records"], results["records"])
+        tables.show_section(change_section(found), console)
+        if any(change.worse for change in found):
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads import load
+from benchmarks.workloads import build
 
 __all__ = ["MODELS", "make"]
 
@@ -122,7 +122,7 @@ def _resnet() -> Made:
 
 
 def _unet() -> Made:
-    workload = load("unet")
+    workload = build("unet")
     return workload.module, workload.inputs
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planner.sweep import Sweep
-from benchmarks.tables import machine
+from torch_echo.report.environment import environment
 
 __all__ = ["show", "write"]
 
@@ -50,7 +50,7 @@ def show(sweep: Sweep) -> None:
 def write(sweeps: Sequence[Sweep], folder: Path) -> list[Path]:
     """``planner.json`` and ``planner.html`` in a folder."""
     data, picture = folder / "planner.json", folder / "planner.html"
-    figures = {"version": 1, "machine": machine(), "models": [s.as_json() for s in sweeps]}
+    figures = {"version": 1, "environment": environment(), "models": [s.as_json() for s in sweeps]}
     data.write_text(json.dumps(figures, indent=1) + "\n")
     picture.write_text(_picture(sweeps))
     return [data, picture]

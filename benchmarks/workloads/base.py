@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+__all__ = ["MeanSquare", "Named", "Place", "Trainer", "Workload", "directly", "tokens"]
+
 Place = Callable[..., Any]
 """Calls its first argument with the others: directly, or through torch.utils.checkpoint."""
-
-GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-CONVOLUTIONS = ("aten::convolution",)
 
 
 def directly(function: Callable[..., Any], *args: Any) -> Any:
@@ -24,19 +23,23 @@ def directly(function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass
 class Workload:
-    """A model with its loss, and a training step."""
+    """A model with its loss, and one batch of its data."""
 
-    name: str
     module: nn.Module
-    """Forward returns the loss, so that loss code belongs to what torch-echo tapes, as under ``torch-echo run``; or the
-    loss and what the training script holds until its next step."""
-    inputs: tuple[Tensor, ...]
-    places: dict[str, Callable[[Place], None]]
+    """Forward takes `inputs` and returns the loss, so that loss code belongs to what torch-echo tapes, as under
+    ``torch-echo run``; or the loss and what the training script holds until its next step."""
+    inputs: tuple[Any, ...]
+    places: dict[str, Callable[[Place], None]] = field(default_factory=dict)
     """Ways to place torch.utils.checkpoint by hand: each takes what the model is to call its parts through."""
-    heavy: tuple[str, ...] = GEMMS
-    """Kernels that nobody wants to run twice."""
-    whole_step: bool = False
-    """With clipping and Adam; else a step is forward, loss and backward."""
+    checkpointing: Callable[[], None] | None = None
+    """Turns on the checkpointing that the model brings along."""
+    random: bool = False
+    """Does forward draw random numbers?"""
+
+    @property
+    def batch(self) -> int:
+        """Examples in a step: the size of the first dimension of the first input, unless the model puts time first."""
+        return int(self.inputs[0].shape[0])
 
 
 class MeanSquare(nn.Module):
@@ -53,33 +56,60 @@ class MeanSquare(nn.Module):
         return loss
 
 
-class Trainer:
-    """Steps of one copy of a workload's module."""
+class Named(nn.Module):
+    """A model of transformers, whose inputs have these names and which returns its loss."""
 
-    def __init__(self, workload: Workload, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, model: nn.Module, *names: str) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The loss."""
+        loss: Tensor = self.model(**dict(zip(self.names, inputs, strict=True))).loss
+        return loss
+
+    def enable_checkpointing(self) -> None:
+        """Turns on what transformers has for it: each layer is a region."""
+        model: Any = self.model
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def tokens(vocabulary: int, *shape: int) -> Tensor:
+    """Random tokens; 0 (padding, in most models) is not among them."""
+    return torch.randint(1, vocabulary, shape)
+
+
+class Trainer:
+    """Training steps of a workload: forward, backward, Adam."""
+
+    def __init__(self, workload: Workload, call: Callable[..., Any] | None = None) -> None:
+        self.module = workload.module
+        self.call = workload.module if call is None else call
+        """What forward is called through: the module, or what a compiler made of it."""
         self.inputs = workload.inputs
-        self.optimizer = torch.optim.Adam(module.parameters(), lr=2e-3) if workload.whole_step else None
-        self.parameters = list(module.parameters())
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=1e-4)
 
     def follow(self, other: Trainer) -> None:
         """Go on from where another stands: its parameters, buffers and optimizer states."""
         self.module.load_state_dict(other.module.state_dict())
-        if self.optimizer is not None and other.optimizer is not None:
-            self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
     def clear(self) -> None:
         """All gradients gone."""
         for p in self.parameters:
             p.grad = None
 
-    def step(self) -> None:
-        """One step."""
+    def forward(self) -> tuple[Tensor, Any]:
+        """The loss, and what the script holds beside it."""
+        out = self.call(*self.inputs)
+        return out if isinstance(out, tuple) else (out, None)
+
+    def step(self) -> Tensor:
+        """One step; its loss. Gradients stay until the next."""
         self.clear()
-        loss = self.module(*self.inputs)
-        loss, held = loss if isinstance(loss, tuple) else (loss, None)
+        loss, held = self.forward()
         loss.backward()
-        if self.optimizer is not None:
-            nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            self.optimizer.step()
+        self.optimizer.step()
         del held
+        return loss.detach()

@@ -1,6 +1,8 @@
-"""A byte-level language model of two nn.LSTM layers, width 650, batch 40, over long stretches of text."""
+"""A byte-level language model of nn.LSTM layers over long stretches of text."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -8,32 +10,43 @@ from torch import Tensor, nn
 
 from benchmarks.workloads.base import Place, Workload, directly
 
-BYTES, WIDTH, LAYERS, BATCH = 256, 650, 2, 40
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class Size:
+    """So many `layers` of `width`."""
+
+    batch: int = 40
+    length: int = 512
+    layers: int = 2
+    width: int = 650
+
+
+SIZES = {"byte_lm": {"small": Size()}}
 
 
 class ByteModel(nn.Module):
     """Embedding, LSTM, output layer; forward returns the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(BYTES, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, LAYERS)
-        self.output = nn.Linear(WIDTH, BYTES)
+        self.embedding = nn.Embedding(BYTES, size.width)
+        self.lstm = nn.LSTM(size.width, size.width, size.layers)
+        self.output = nn.Linear(size.width, BYTES)
         self.place: Place = directly
 
     def forward(self, text: Tensor) -> Tensor:
-        """Cross-entropy of each next byte."""
+        """Cross-entropy of each next byte. `text`: (T + 1, B)."""
         hidden, _ = self.place(self.lstm, self.embedding(text[:-1]))
         return F.cross_entropy(self.output(hidden).flatten(0, 1), text[1:].flatten())
 
 
-def make(length: int) -> Workload:
+def make(size: Size) -> Workload:
     """See the package."""
-    torch.manual_seed(0)
-    model = ByteModel()
+    model = ByteModel(size)
     return Workload(
-        name=f"byte_lm{length}",
         module=model,
-        inputs=(torch.randint(0, BYTES, (length + 1, BATCH)),),
+        inputs=(torch.randint(0, BYTES, (size.length + 1, size.batch)),),
         places={"lstm": lambda place: setattr(model, "place", place)},
     )

@@ -1,26 +1,41 @@
-"""A decoder of LSTMCells with additive attention, unrolled over the target: the main case of the Echo paper."""
+"""An attention decoder alone: embedding, LSTMCell, additive attention, an output layer for each step."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads.base import MeanSquare, Place, Workload, directly
 
-VOCAB, WIDTH, BATCH, SOURCE, TARGET = 2000, 256, 32, 50, 20
+
+@dataclass(frozen=True)
+class Size:
+    """`length` steps over a source of `source` positions."""
+
+    batch: int = 32
+    length: int = 20
+    source: int = 50
+    width: int = 256
+    vocabulary: int = 2000
+
+
+SIZES = {"decoder": {"small": Size()}}
 
 
 class Decoder(nn.Module):
-    """Embedding, cell, attention over the source, output layer."""
+    """Forward returns logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.cell = nn.LSTMCell(2 * WIDTH, WIDTH)
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.score = nn.Linear(WIDTH, 1, bias=False)
-        self.output = nn.Linear(2 * WIDTH, VOCAB)
+        w = self.width = size.width
+        self.embedding = nn.Embedding(size.vocabulary, w)
+        self.cell = nn.LSTMCell(2 * w, w)
+        self.query = nn.Linear(w, w, bias=False)
+        self.key = nn.Linear(w, w, bias=False)
+        self.score = nn.Linear(w, 1, bias=False)
+        self.output = nn.Linear(2 * w, size.vocabulary)
         self.place_step: Place = directly
         self.place_attention: Place = directly
 
@@ -37,8 +52,8 @@ class Decoder(nn.Module):
         return h, c, self.place_attention(self.attend, h, keys, memory)
 
     def forward(self, memory: Tensor, target: Tensor) -> Tensor:
-        """Logits."""
-        h = c = context = memory.new_zeros(memory.shape[0], WIDTH)
+        """`memory`: (B, S, width); `target`: (B, T)."""
+        h = c = context = memory.new_zeros(memory.shape[0], self.width)
         keys = self.key(memory)
         embedded = self.embedding(target)
         out = []
@@ -48,15 +63,13 @@ class Decoder(nn.Module):
         return torch.stack(out, 1)
 
 
-def make() -> Workload:
+def make(size: Size) -> Workload:
     """See the package."""
-    torch.manual_seed(0)
-    model = Decoder()
-    inputs = (torch.randn(BATCH, SOURCE, WIDTH), torch.randint(0, VOCAB, (BATCH, TARGET)))
+    model = Decoder(size)
+    target = torch.randint(0, size.vocabulary, (size.batch, size.length))
     return Workload(
-        name="decoder",
         module=MeanSquare(model),
-        inputs=inputs,
+        inputs=(torch.randn(size.batch, size.source, size.width), target),
         places={
             "per step": lambda place: setattr(model, "place_step", place),
             "attention": lambda place: setattr(model, "place_attention", place),

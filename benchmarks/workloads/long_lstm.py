@@ -1,22 +1,34 @@
-"""An nn.LSTM of width 128 over thousands of steps, which predicts the next value of sixteen series."""
+"""An nn.LSTM over thousands of steps, which predicts the next value of some series."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads.base import Place, Workload, directly
 
-WIDTH, BATCH = 128, 16
+
+@dataclass(frozen=True)
+class Size:
+    """`batch` series."""
+
+    batch: int = 16
+    length: int = 4000
+    width: int = 128
+
+
+SIZES = {"long_lstm": {"small": Size()}}
 
 
 class Predictor(nn.Module):
     """Forward returns the mean square of what is wrong."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(1, WIDTH)
-        self.output = nn.Linear(WIDTH, 1)
+        self.lstm = nn.LSTM(1, width)
+        self.output = nn.Linear(width, 1)
         self.place: Place = directly
 
     def forward(self, series: Tensor) -> Tensor:
@@ -26,15 +38,9 @@ class Predictor(nn.Module):
         return loss
 
 
-def make(length: int) -> Workload:
+def make(size: Size) -> Workload:
     """See the package."""
-    torch.manual_seed(0)
-    model = Predictor()
-    time = torch.arange(length + 1.0).view(-1, 1, 1)
-    series = torch.sin(time * torch.rand(BATCH, 1)) + 0.1 * torch.randn(length + 1, BATCH, 1)
-    return Workload(
-        name=f"long_lstm{length}",
-        module=model,
-        inputs=(series,),
-        places={"lstm": lambda place: setattr(model, "place", place)},
-    )
+    model = Predictor(size.width)
+    time = torch.arange(size.length + 1.0).view(-1, 1, 1)
+    series = torch.sin(time * torch.rand(size.batch, 1)) + 0.1 * torch.randn(size.length + 1, size.batch, 1)
+    return Workload(module=model, inputs=(series,), places={"lstm": lambda place: setattr(model, "place", place)})

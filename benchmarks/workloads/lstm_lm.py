@@ -1,53 +1,55 @@
-"""A language model of two LSTMCells, unrolled in a Python loop."""
+"""A word-level language model: nn.LSTM, dropout, a large output layer (Zaremba et al., 2014)."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import MeanSquare, Place, Workload, directly
+from benchmarks.workloads.base import Place, Workload, directly, tokens
 
-VOCAB, WIDTH, LAYERS, BATCH, LENGTH = 2000, 256, 2, 64, 35
+
+@dataclass(frozen=True)
+class Size:
+    """So many `layers` of `width`."""
+
+    batch: int
+    length: int
+    layers: int
+    width: int
+    vocabulary: int
+    dropout: float = 0.5
+
+
+SIZES = {"lstm_lm": {"small": Size(24, 35, 2, 256, 2000), "paper": Size(64, 140, 2, 1500, 33000)}}
 
 
 class LanguageModel(nn.Module):
-    """Embedding, cells, output layer over all positions at once."""
+    """Forward returns the cross-entropy."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.cells = nn.ModuleList(nn.LSTMCell(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.output = nn.Linear(WIDTH, VOCAB)
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.dropout = nn.Dropout(size.dropout)
+        self.layers = nn.ModuleList(nn.LSTM(size.width, size.width, batch_first=True) for _ in range(size.layers))
+        self.output = nn.Linear(size.width, size.vocabulary)
         self.place: Place = directly
 
-    def step(self, x: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """One position: the new states, (h, c) of each layer."""
-        new: list[Tensor] = []
-        for i, cell in enumerate(self.cells):
-            h, c = cell(x, (state[2 * i], state[2 * i + 1]))
-            new += [h, c]
-            x = h
-        return tuple(new)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits."""
-        embedded = self.embedding(ids)
-        state = tuple(embedded.new_zeros(ids.shape[0], WIDTH) for _ in range(2 * LAYERS))
-        out = []
-        for t in range(ids.shape[1]):
-            state = self.place(self.step, embedded[:, t], *state)
-            out.append(state[-2])
-        logits: Tensor = self.output(torch.stack(out, 1))
-        return logits
+    def forward(self, text: Tensor) -> Tensor:
+        """`text`: (B, T + 1)."""
+        x = self.dropout(self.embedding(text[:, :-1]))
+        for layer in self.layers:
+            x = self.dropout(self.place(layer, x)[0])
+        return F.cross_entropy(self.output(x).flatten(0, 1), text[:, 1:].flatten())
 
 
-def make() -> Workload:
+def make(size: Size) -> Workload:
     """See the package."""
-    torch.manual_seed(0)
-    model = LanguageModel()
+    model = LanguageModel(size)
     return Workload(
-        name="lstm_lm",
-        module=MeanSquare(model),
-        inputs=(torch.randint(0, VOCAB, (BATCH, LENGTH)),),
-        places={"per step": lambda place: setattr(model, "place", place)},
+        module=model,
+        inputs=(tokens(size.vocabulary, size.batch, size.length + 1),),
+        places={"per layer": lambda place: setattr(model, "place", place)},
+        random=size.dropout > 0,
     )

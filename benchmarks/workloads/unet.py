@@ -1,14 +1,29 @@
-"""A U-Net with BatchNorm, three levels."""
+"""A U-Net with BatchNorm that segments images."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import CONVOLUTIONS, MeanSquare, Place, Workload, directly
+from benchmarks.workloads.base import Place, Workload, directly
 
-CHANNELS, BATCH, SIZE = 16, 4, 128
+CLASSES = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """`layers`: how often the resolution is halved; so many `channels` at the highest."""
+
+    batch: int
+    image: int
+    layers: int
+    channels: int
+
+
+SIZES = {"unet": {"small": Size(4, 128, 2, 16), "paper": Size(16, 512, 4, 64)}}
 
 
 def stage(inputs: int, outputs: int) -> nn.Sequential:
@@ -24,36 +39,37 @@ def stage(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Down, down, up, up."""
+    """Down, across, up; forward returns the cross-entropy of each pixel."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        c = CHANNELS
-        self.down1, self.down2, self.bottom = stage(3, c), stage(c, 2 * c), stage(2 * c, 4 * c)
-        self.up2, self.up1 = stage(6 * c, 2 * c), stage(3 * c, c)
-        self.output = nn.Conv2d(c, 4, 1)
+        widths = [size.channels * 2**i for i in range(size.layers + 1)]
+        self.down = nn.ModuleList(stage(a, b) for a, b in zip([3, *widths], widths[:-1], strict=False))
+        self.bottom = stage(widths[-2], widths[-1])
+        self.up = nn.ModuleList(stage(a + b, b) for a, b in zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.output = nn.Conv2d(size.channels, CLASSES, 1)
         self.place: Place = directly
 
-    def forward(self, x: Tensor) -> Tensor:
-        """One map of four channels."""
-        place = self.place
-        a = place(self.down1, x)
-        b = place(self.down2, F.max_pool2d(a, 2))
-        c = place(self.bottom, F.max_pool2d(b, 2))
-        u = place(self.up2, torch.cat([F.interpolate(c, scale_factor=2), b], 1))
-        v = place(self.up1, torch.cat([F.interpolate(u, scale_factor=2), a], 1))
-        out: Tensor = self.output(v)
-        return out
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """`x`: (B, 3, H, W); `labels`: (B, H, W)."""
+        across = []
+        for down in self.down:
+            across.append(self.place(down, x))
+            x = F.max_pool2d(across[-1], 2)
+        x = self.place(self.bottom, x)
+        for up in self.up:
+            x = self.place(up, torch.cat([F.interpolate(x, scale_factor=2), across.pop()], 1))
+        return F.cross_entropy(self.output(x), labels)
 
 
-def make() -> Workload:
+def make(size: Size) -> Workload:
     """See the package."""
-    torch.manual_seed(0)
-    model = UNet()
+    model = UNet(size)
     return Workload(
-        name="unet",
-        module=MeanSquare(model),
-        inputs=(torch.randn(BATCH, 3, SIZE, SIZE),),
+        module=model,
+        inputs=(
+            torch.randn(size.batch, 3, size.image, size.image),
+            torch.randint(0, CLASSES, (size.batch, size.image, size.image)),
+        ),
         places={"per stage": lambda place: setattr(model, "place", place)},
-        heavy=CONVOLUTIONS,
     )

@@ -156,27 +156,30 @@ def _env() -> None:
         click.echo(f"{name + ':':26} {value}")
 
 
+_BENCHES = {"planner": "benchmarks.planner.__main__"}
+"""What has a command line of its own, by the first argument."""
+
+
 @_cli.command(
     "bench",
     options_metavar="",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
     short_help="Compare with what people use instead.",
 )
-@click.argument("what", type=click.Choice(["planner"]))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def _bench(what: str, args: tuple[str, ...]) -> _Action:
-    """Measure side by side. `planner`: plans for joint graphs beside those of PyTorch's memory-budget partitioner; see
-    torch-echo bench planner --help. The benchmarks are part of the source tree, not of the installed package."""
+def _bench(args: tuple[str, ...]) -> _Action:
+    """Measure side by side; see torch-echo bench --help. `bench planner`: plans alone, for joint graphs. The benchmarks are part
+    of the source tree, not of the installed package."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / "benchmarks" / what / "__main__.py").is_file():
-        raise TorchEchoError(
-            f"bench {what}: the benchmarks are in torch-echo's source tree; install from there, with -e"
-        )
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        raise TorchEchoError("bench: the benchmarks are in torch-echo's source tree; install from there, with -e")
     sys.path.insert(0, str(root))
 
+    part = _BENCHES.get(args[0]) if args else None
+
     def run() -> None:
-        main: Callable[[Sequence[str]], None] = importlib.import_module(f"benchmarks.{what}.__main__").main
-        main(args)
+        main: Callable[[Sequence[str]], None] = importlib.import_module(part or "benchmarks.__main__").main
+        main(args[1:] if part else args)
 
     return run
 

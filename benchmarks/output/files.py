@@ -1,0 +1,40 @@
+"""The JSON file of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch_echo.errors import TorchEchoError
+
+__all__ = ["FORMAT", "ResultsError", "read", "write"]
+
+FORMAT = 1
+"""Version of the layout. `records` holds one object for each case; those that were measured have `peak_bytes` (everything on the
+device), `state_bytes` (parameters, buffers, optimizer state), `seconds` (median of a step), `seconds_ratio` (to eager's, in the
+same rounds), their quartiles (`_spread`), `setup_seconds`, and how losses and gradients compare with eager's; others have `error`,
+`infeasible` or `skipped`."""
+
+
+class ResultsError(TorchEchoError):
+    """A file does not hold the results of a run that this version can read."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The results in a file. Raises ResultsError."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ResultsError(f"can't read the results in {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise ResultsError(f"{str(path)!r} holds no results: {error}") from error
+    if not isinstance(found, dict) or "records" not in found or found.get("format") != FORMAT:
+        given = found.get("format") if isinstance(found, dict) else None
+        raise ResultsError(f"{str(path)!r} has format {given!r}: this version reads results of format {FORMAT}")
+    return found
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """Write results."""
+    path.write_text(json.dumps(results, indent=1) + "\n")
