@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.compile.test_eager import peak
+from tests.planning.graphs import residual_chain
 from tests.tape.harness import bits
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from torch_echo.errors import BudgetInfeasible
 from torch_echo.graph import TrainingGraph
 from torch_echo.memory import live_bytes
 from torch_echo.options import Options
+from torch_echo.planning import front, plan
 from torch_echo.units import format_bytes
 
 CPU = torch.device("cpu")
@@ -227,8 +230,26 @@ def test_graphs_are_let_go(make: Any, options: dict[str, Any]) -> None:
 
 def test_graphs_are_let_go_where_they_are_not_planned_together() -> None:
     shared = Shared()
-    front: Any = None
-    shared.meet(TrainingGraph(), front, (0, 0))
+    points: Any = None
+    shared.meet(TrainingGraph(), points, (0, 0))
     assert shared._known
     shared.leave()
     assert not shared._known
+
+
+@pytest.mark.parametrize("beyond", [0, 5000])
+def test_what_code_takes_beyond_the_replay_counts(beyond: int) -> None:
+    """Of a graph whose first plan's code was looked up: a budget that all its replays meet may be missed by them all."""
+    graph = residual_chain(8)
+    points = front(graph)
+    first = plan(graph, max_overhead=0.0, front=points, chosen=points.least)
+    shared = Shared()
+    shared.noting(lambda: shared.meet(graph, points, (0, 0)) or (lambda: None))()
+    shared.took(replace(first, peak=first.peak + beyond))
+    shared.end()
+    budget = points.least.peak + 2000
+    if beyond:
+        with pytest.raises(BudgetInfeasible):
+            shared.settle(0, budget, None, False)
+    else:
+        assert not shared.settle(0, budget, None, False)
