@@ -103,7 +103,7 @@ names=(nmt resnet152 transformer_base deepspeech)
 workloads=()
 for name in "${names[@]}"; do workloads+=(--workload "$name"); done
 guard=$(($(left) - 20))
-timeout --kill-after=5 "$guard" nice "$python" -m benchmarks.predicted --preset "$preset" --device "$device" "${workloads[@]}" \
+timeout --kill-after=5 "$guard" "$python" -m benchmarks.predicted --preset "$preset" --device "$device" "${workloads[@]}" \
     --jobs "$([[ -z $rehearse ]] && echo 4 || echo 1)" --out "$out/predicted.json" >"$out/predicted.log" 2>&1 &
 predicting=$!
 
