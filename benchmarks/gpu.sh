@@ -69,15 +69,14 @@ if [[ -n $missing ]]; then
     "$python" -m venv "$out/env" >"$out/install.log" 2>&1 || die "no virtual environment can be made (see $out/install.log)"
     # Its own packages, and those of PYTHON, which may itself be in a virtual environment.
     "$python" - "$out/env" <<'EOF' || exit 2
-import site, subprocess, sys, sysconfig
+import subprocess, sys, sysconfig
 from pathlib import Path
 env = Path(sys.argv[1])
 own = subprocess.run([env / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
                      capture_output=True, text=True, check=True).stdout.strip()
-theirs = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
-theirs += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-theirs += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-Path(own, "base.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(theirs) if Path(path).is_dir()))
+standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+theirs = [p for p in sys.path if p and Path(p).is_dir() and p not in standard and not p.endswith("lib-dynload")]
+Path(own, "base.pth").write_text("".join(f"{p}\n" for p in theirs))
 EOF
     # shellcheck disable=SC2086
     "$out/env/bin/python" -m pip install --no-index --find-links "$wheels" $missing >>"$out/install.log" 2>&1 ||
