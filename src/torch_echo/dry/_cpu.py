@@ -25,9 +25,9 @@ _LSTM, _LSTM_BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_
 _LARGEST = 256 << 20
 """Bytes that a call which is run may read and write."""
 
-_LONGEST = 5e10
-"""FLOPs that it may take: a second or two. With few samples oneDNN may choose another layout for a convolution, and with it other
-copies, so these limits are as high as patience is."""
+_LONGEST, _LONGEST_OTHERS = 5e10, 2e9
+"""FLOPs that a convolution, and another op, may take. With few samples oneDNN may choose another layout for a convolution, and
+with it other copies: a second or two are worth it."""
 
 _STEPS = (16, 48)
 """Time steps of an LSTM that are run."""
@@ -50,7 +50,8 @@ class CPUKernels(Workspaces):
             steps = spec.args[0].shape[0]
             return self._at(func, spec, steps, *_STEPS) if steps > _STEPS[1] else int(self._of(func, spec))
         work = work_of(func, spec)
-        share = min(1.0, _LARGEST / max(1, work.bytes_moved), _LONGEST / max(1.0, work.flops))
+        longest = _LONGEST if "convolution" in spec.op else _LONGEST_OTHERS
+        share = min(1.0, _LARGEST / max(1, work.bytes_moved), longest / max(1.0, work.flops))
         largest = max(spec.tensors(), key=TensorSpec.numel)
         samples = largest.shape[0] if largest.shape else 1
         most = max(2, int(samples * share))
