@@ -23,8 +23,8 @@ aten = torch.ops.aten
 _LSTM, _LSTM_BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
 
 _LIMITS, _CONVOLUTION_LIMITS = (64 << 20, 2e9), (256 << 20, 5e10)
-"""Bytes that a call which is run may read and write, and FLOPs that it may take. With few samples oneDNN may choose another layout for
-a convolution, and with it other copies: a second or two are worth it."""
+"""Bytes that a call which is run may read and write, and FLOPs that it may take. With few samples oneDNN may choose another layout
+for a convolution, and with it other copies: a second or two are worth it."""
 
 _STEPS = (16, 48)
 """Time steps of an LSTM that are run."""
