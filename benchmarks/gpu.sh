@@ -69,15 +69,14 @@ if [[ -n $missing ]]; then
     "$python" -m venv "$out/env" >"$out/install.log" 2>&1 || die "no virtual environment can be made (see $out/install.log)"
     # Its own packages, and those of PYTHON, which may itself be in a virtual environment.
     "$python" - "$out/env" <<'EOF' || exit 2
-import site, subprocess, sys, sysconfig
+import subprocess, sys, sysconfig
 from pathlib import Path
 env = Path(sys.argv[1])
 own = subprocess.run([env / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
                      capture_output=True, text=True, check=True).stdout.strip()
-theirs = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
-theirs += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-theirs += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-Path(own, "base.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(theirs) if Path(path).is_dir()))
+standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+theirs = [p for p in sys.path if p and Path(p).is_dir() and p not in standard and not p.endswith("lib-dynload")]
+Path(own, "base.pth").write_text("".join(f"{p}\n" for p in theirs))
 EOF
     # shellcheck disable=SC2086
     "$out/env/bin/python" -m pip install --no-index --find-links "$wheels" $missing >>"$out/install.log" 2>&1 ||
@@ -92,7 +91,7 @@ cd "$root" || exit 2
 
 guard=$((60 * minutes * 3 / 10))
 say "tests, $guard s at most"
-timeout --signal=INT --kill-after=15 "$guard" "$python" -m pytest tests/test_cuda.py -m cuda -p no:xdist --junitxml "$out/tests.xml" \
+TORCH_ECHO_TEST_SECONDS=$((guard - 30)) timeout --kill-after=10 "$guard" "$python" -m pytest tests/test_cuda.py -m cuda -p no:xdist --junitxml "$out/tests.xml" \
     >"$out/tests.log" 2>&1
 tests=$?
 tail -n 1 "$out/tests.log"
@@ -103,7 +102,7 @@ names=(nmt resnet152 transformer_base deepspeech)
 workloads=()
 for name in "${names[@]}"; do workloads+=(--workload "$name"); done
 guard=$(($(left) - 20))
-timeout --kill-after=5 "$guard" nice "$python" -m benchmarks.predicted --preset "$preset" --device "$device" "${workloads[@]}" \
+timeout --kill-after=5 "$guard" "$python" -m benchmarks.predicted --preset "$preset" --device "$device" "${workloads[@]}" \
     --jobs "$([[ -z $rehearse ]] && echo 4 || echo 1)" --out "$out/predicted.json" >"$out/predicted.log" 2>&1 &
 predicting=$!
 

@@ -163,7 +163,7 @@ def _measured(path: Path | None) -> dict[str, int]:
         return {}
     try:
         records = json.loads(path.read_text())["records"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TorchEchoError(f"--measured {path}: holds no results of torch-echo bench ({error})") from error
     return {
         f"{r['workload']}/{r['system']}/{r.get('setting', '')}": r["peak_bytes"] for r in records if "peak_bytes" in r

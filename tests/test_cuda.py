@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,17 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="no GPU"),
 ]
+
+
+BEGAN = time.monotonic()
+SECONDS = float(os.environ.get("TORCH_ECHO_TEST_SECONDS", "inf"))
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> None:
+    """What does not fit into the time that ``gpu.sh`` has for it is left out, and the rest is reported."""
+    if time.monotonic() - BEGAN > SECONDS:
+        pytest.skip("no time was left")
 
 
 @pytest.fixture(autouse=True)

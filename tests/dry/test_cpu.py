@@ -42,7 +42,7 @@ def test_a_call_that_is_too_large_is_run_with_fewer_samples(
     func, spec = convolution(24)
     whole = kernels.workspace(func, spec)
     assert whole > 1 << 20
-    monkeypatch.setattr(_cpu, "_LARGEST", 1 << 20)
+    monkeypatch.setattr(_cpu, "_CONVOLUTION_LIMITS", (1 << 20, 1e12))
     other = CPUKernels(kernels._cache)
     other._known.clear()
     assert other.workspace(func, spec) == pytest.approx(whole, rel=1e-3)
@@ -52,7 +52,7 @@ def test_a_call_that_is_too_large_is_run_with_fewer_samples(
 def test_a_call_whose_parameters_alone_are_too_large_is_not_run(
     kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cpu, "_LARGEST", 1 << 10)
+    monkeypatch.setattr(_cpu, "_CONVOLUTION_LIMITS", (1 << 10, 1e12))
     func, spec = convolution(24)
     assert kernels.workspace(func, spec) == 0 and not kernels._known
 

@@ -22,12 +22,9 @@ aten = torch.ops.aten
 
 _LSTM, _LSTM_BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
 
-_LARGEST = 256 << 20
-"""Bytes that a call which is run may read and write."""
-
-_LONGEST = 5e10
-"""FLOPs that it may take: a second or two. With few samples oneDNN may choose another layout for a convolution, and with it other
-copies, so these limits are as high as patience is."""
+_LIMITS, _CONVOLUTION_LIMITS = (64 << 20, 2e9), (256 << 20, 5e10)
+"""Bytes that a call which is run may read and write, and FLOPs that it may take. With few samples oneDNN may choose another layout
+for a convolution, and with it other copies: a second or two are worth it."""
 
 _STEPS = (16, 48)
 """Time steps of an LSTM that are run."""
@@ -50,13 +47,14 @@ class CPUKernels(Workspaces):
             steps = spec.args[0].shape[0]
             return self._at(func, spec, steps, *_STEPS) if steps > _STEPS[1] else int(self._of(func, spec))
         work = work_of(func, spec)
-        share = min(1.0, _LARGEST / max(1, work.bytes_moved), _LONGEST / max(1.0, work.flops))
+        largest_bytes, longest = _CONVOLUTION_LIMITS if "convolution" in spec.op else _LIMITS
+        share = min(1.0, largest_bytes / max(1, work.bytes_moved), longest / max(1.0, work.flops))
         largest = max(spec.tensors(), key=TensorSpec.numel)
         samples = largest.shape[0] if largest.shape else 1
         most = max(2, int(samples * share))
         if most >= samples:
             return self.nbytes(func, spec)
-        if work_of(func, _with_samples(spec, samples, most)).bytes_moved > 2 * _LARGEST:
+        if work_of(func, _with_samples(spec, samples, most)).bytes_moved > 2 * largest_bytes:
             return 0  # parameters alone are too large: a matrix product, which takes nothing
         return self._at(func, spec, samples, most // 2, most)
 
