@@ -156,7 +156,7 @@ def _env() -> None:
         click.echo(f"{name + ':':26} {value}")
 
 
-_BENCHES = {"planner": "benchmarks.planner.__main__"}
+_BENCHES = {"planner": "benchmarks.planner.__main__", "--predict": "benchmarks.predicted"}
 """What has a command line of its own, by the first argument."""
 
 
