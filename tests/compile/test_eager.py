@@ -151,6 +151,27 @@ class TestExactness:
             results.append([bits(t) for t in (*(p.grad for p in model.parameters()), model.scale) if t is not None])
         assert all((a == b).all() for a, b in zip(*results, strict=True))
 
+    @pytest.mark.parametrize("overhead", [0.0, 100.0])
+    def test_parts_of_a_parameter(self, overhead: float) -> None:
+        """Attention to something else splits its weight: one node makes several views, of which backward reads some."""
+        x, y = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+        results = []
+        for backend in (None, echo_eager):
+            torch.manual_seed(0)
+            model = nn.MultiheadAttention(16, 2, batch_first=True)
+
+            def attend(y: Tensor, x: Tensor, model: nn.Module = model) -> Tensor:
+                out: Tensor = model(y, x, x)[0]
+                return out.square().mean()
+
+            options = {"max_overhead": overhead, "cost": "analytic"}
+            run = torch.compile(attend, backend=backend, options=options) if backend else attend
+            inputs = [t.clone().requires_grad_() for t in (y, x)]
+            run(*inputs).backward()
+            results.append([bits(t.grad) for t in (*inputs, *model.parameters()) if t.grad is not None])
+        assert len(results[0]) == 6
+        assert all((a == b).all() for a, b in zip(*results, strict=True))
+
     @pytest.mark.parametrize("training", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu])
     def test_random_ops_are_replayed(self, training: Any) -> None:
         class Noise(nn.Module):

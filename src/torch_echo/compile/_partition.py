@@ -332,7 +332,10 @@ def tag(found: Capture, dropped: Collection[int], ops: Collection[int]) -> None:
             source = node.args[0] if node.target is getitem else None
             made_again = found.op_of.get(source, -1) in rerun or source not in found.op_of  # type: ignore[arg-type]
             again = value in dropped or graph.values[value].producer < 0 or is_alias(node)
-            compat.tag_recompute(node, again and made_again and node not in found.stale)
+            recompute = again and made_again and node not in found.stale
+            compat.tag_recompute(node, recompute)
+            if recompute and source is not None and source not in found.op_of:  # one that makes several views
+                compat.tag_recompute(source, True)  # type: ignore[arg-type]
     for node, op in found.op_of.items():
         if node not in found.value_of:  # several outputs
             compat.tag_recompute(node, op in rerun)
