@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from torch_echo.tape import _kinds
 from torch_echo.tape._entry import Entry
 from torch_echo.tape._kinds import MOST_KINDS, Kinds, RootCall, RootKey, StepKind
 from torch_echo.tape._recipe import Passes
+from torch_echo.tape._record import PeakMeter
 from torch_echo.tape.session import Phase, Session
 
 from .models import normal
@@ -159,6 +161,29 @@ class TestPlans:
             assert kind.phase is Phase.STEADY
             assert kind.measured_peak is not None
             assert kind.measured_peak <= budget * 1.005
+
+    def test_a_budget_holds_where_the_peak_was_above_the_plans(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is measured beyond the plan is taken off the budget when it is planned again."""
+        torch.manual_seed(0)
+        session = Session(Options(max_overhead=100.0, cost="analytic"))
+        session.watch_all()
+        train([net()], 6)
+        session.close()
+        (kind,) = session.kinds.planned
+        assert kind.plan is not None
+        budget = (kind.plan.peak + kind.plan.base_peak) // 2
+        unseen = (kind.plan.base_peak - kind.plan.peak) // 4
+        measure = PeakMeter.stop
+        monkeypatch.setattr(PeakMeter, "stop", lambda meter: (measure(meter) or 0) + unseen)
+        session = Session(Options(memory_budget=budget, cost="analytic"))
+        session.watch_all()
+        train([net()], 8)
+        session.close()
+        (kind,) = session.kinds.planned
+        assert kind.plan is not None
+        assert kind.measured_peak is not None
+        assert kind.records == 2
+        assert kind.plan.peak < kind.measured_peak <= budget
 
     def test_more_kinds_than_get_a_plan(self) -> None:
         torch.manual_seed(0)

@@ -123,6 +123,8 @@ class StepKind:
         """Is it to be recorded again?"""
         self.remade = False
         """Has it been recorded again because the measured peak was not the plan's?"""
+        self.excess = 0
+        """Bytes by which it was above the plan's then: a budget is to hold all the same."""
         self.replaced = 0
         """How often it was recorded again because its modules are others than before."""
         self.checks = 0

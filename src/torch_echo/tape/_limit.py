@@ -30,6 +30,9 @@ class Limit:
         self._planned = 1.0
         self.enforced = enforced is not None
         """Is the limit ours, to be checked after each op?"""
+        self.sufficient = False
+        """Is it known that no more will be wanted than is there? A count on a CPU takes in some of what is no tensor: to act on it
+        near the limit would drop what need not be dropped, and rebuild it at worse moments."""
         self.counter = Counter(device)
         self._bound = 0
         """At most so many bytes are there, if nobody else has taken any since the last look."""
@@ -53,7 +56,7 @@ class Limit:
     def short(self, nbytes: int) -> int:
         """So many bytes will be wanted soon: how many of them are not there, 0 if none. Looks only where what was wanted since the
         last look may have filled what was left."""
-        if self.nbytes is None:
+        if self.nbytes is None or self.sufficient:
             return 0
         self._bound += nbytes
         if self._bound <= self.nbytes:
@@ -81,6 +84,8 @@ class Limit:
     def check(self, made: Iterable[torch.Tensor]) -> None:
         """An op has made these tensors: raise PyTorch's error if they are too much for the limit."""
         assert self.nbytes is not None
+        if self.sufficient:
+            return
         nbytes = sum(t.untyped_storage().nbytes() for t in made if compat.storage_key(t) != -1)
         self._bound += nbytes
         if self._bound > self.nbytes and self.live() > self.nbytes:

@@ -489,7 +489,8 @@ class PeakMeter:
     def __init__(self, device: torch.device, old: Iterable[torch.Tensor]) -> None:
         gc.collect()
         self._device = device
-        self._base = live_bytes(device)
+        self.base = live_bytes(device)
+        """Bytes there when it began."""
         self._freed: list[int] = []
         self._late: list[int] = []
         self._watched = [weakref.ref(t, functools.partial(self._died, t.untyped_storage().nbytes())) for t in old]
@@ -522,7 +523,7 @@ class PeakMeter:
         events = [(e.time, e.nbytes, e.ptr) for e in memory if abs(e.nbytes) != compat.MemoryProfile.MARK]
         events += [(e.time, -freed, 0) for e, freed in zip(marks, self._freed, strict=True)]
         events.sort(key=lambda e: e[0])
-        live = peak = self._base
+        live = peak = self.base
         mine: dict[int, int] = {}
         for _, nbytes, ptr in events:
             if nbytes > 0:

@@ -557,6 +557,8 @@ class Session:
             self._begun = self._clock()
         if len(self._calls) < MOST_CALLS:
             self._calls.append(call)
+        if self._limit is not None:
+            self._limit.sufficient = self._fits()
 
     # --- iterations --------------------------------------------------------------------------------------------------
 
@@ -775,6 +777,14 @@ class Session:
         tape.trusted, tape.gathered = before.trusted, before.gathered
         return tape
 
+    def _fits(self) -> bool:
+        """Is it known, by the plan, that what the device holds is enough for what runs? Not once it was not."""
+        kind, limit = self._in_force, self._limit
+        if kind is None or kind.plan is None or limit is None or limit.nbytes is None or self._ran_out:
+            return False
+        same = self._calls == kind.recorded[: len(self._calls)]
+        return same and max(kind.plan.peak, kind.measured_peak or 0) <= limit.nbytes
+
     def failed(self, error: BaseException) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
         if not self._off and self.device is not None and compat.is_out_of_memory(error):
@@ -912,6 +922,8 @@ class Session:
         assert self.device is not None
         options = self.options
         budget = options.budget_bytes(self.device)
+        if budget is not None:
+            budget -= kind.excess
 
         def own() -> Plan:
             return plan(
@@ -925,10 +937,10 @@ class Session:
 
         made = self.ranks.agree(self._recordings, graph, recorder.codes, budget, own)
         limit = None if self._limit is None else self._limit.plannable
-        if limit is not None and made.peak > limit:
+        if limit is not None and made.peak > limit - kind.excess:
             made = plan(
                 graph,
-                budget=limit,
+                budget=limit - kind.excess,
                 policy=options.policy,
                 on_infeasible="least",
                 fixed_seconds=engine_seconds(graph),
@@ -985,6 +997,10 @@ class Session:
         kind.phase = Phase.STEADY
         if abs(peak - kind.plan.peak) > CHECK_TOLERANCE * kind.plan.peak and not kind.remade:
             kind.remade = kind.due = True
+            assert kind.graph is not None
+            before = kind.graph.base_bytes + sum(s.nbytes for s in kind.graph.storages if s.alloc < 0)
+            # What came before the step (another model's optimizer state) will be in what is recorded next.
+            kind.excess = max(0, peak - kind.plan.peak - max(0, meter.base - before))
 
     def _start_comparison(self) -> None:
         if self._sharded:
