@@ -99,11 +99,11 @@ def _concrete(value: Any) -> Any:
 
 def _strided(value: Any, stride: Any) -> Any:
     """What forward saves, laid out as its code does; as it was traced where sizes are symbols."""
-    if stride is None or not isinstance(value, torch.Tensor) or value.stride() == stride:
+    if stride is None or not isinstance(value, torch.Tensor):
         return value
-    if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+    if not all(isinstance(n, int) for n in (*value.shape, *value.stride(), *stride)):  # to compare symbols would guard
         return value
-    return value.as_strided(value.shape, stride)
+    return value if value.stride() == stride else value.as_strided(value.shape, stride)
 
 
 @dataclass(slots=True)
