@@ -46,7 +46,7 @@ def run(
 
     budget = Budget(60 * asked.minutes)
     results: dict[str, Any] = {
-        "format": FORMAT, "torch_echo": __version__, "environment": environment(), "preset": asked.preset,
+        "format": FORMAT, "torch_echo": __version__, "environment": environment(paths=False), "preset": asked.preset,
         "device": asked.device, "workloads": {}, "records": [], "scale": [], "throughput": [],
     }  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="torch-echo-bench-"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import torch_echo.launch
+from torch_echo.report.environment import environment
 
 SOURCE = Path(torch_echo.launch.__file__).parents[1]
 NOT_SEEN = "torch-echo: no training step was seen, so nothing was changed\n"
@@ -165,3 +166,8 @@ class TestEnv:
         found = dict(line.split(":", 1) for line in done.stdout.splitlines() if not line.startswith("cuda:"))
         assert {"torch-echo", "python", "torch", "platform", "cpu", "memory", "ortools", "cost cache"} <= found.keys()
         assert found["TORCH_ECHO_MAX_OVERHEAD"].strip() == "0.3"
+
+    def test_without_what_names_folders(self) -> None:
+        found = environment({"TORCH_ECHO_CACHE": os.sep + "somewhere"}, paths=False)
+        assert found["torch"]
+        assert not any(value.startswith(os.sep) for value in found.values())

@@ -50,7 +50,7 @@ def show(sweep: Sweep) -> None:
 def write(sweeps: Sequence[Sweep], folder: Path) -> list[Path]:
     """``planner.json`` and ``planner.html`` in a folder."""
     data, picture = folder / "planner.json", folder / "planner.html"
-    figures = {"version": 1, "environment": environment(), "models": [s.as_json() for s in sweeps]}
+    figures = {"version": 1, "environment": environment(paths=False), "models": [s.as_json() for s in sweeps]}
     data.write_text(json.dumps(figures, indent=1) + "\n")
     picture.write_text(_picture(sweeps))
     return [data, picture]

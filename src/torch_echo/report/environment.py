@@ -16,8 +16,9 @@ _PACKAGES = ("numpy", "ortools", "transformers", "accelerate", "lightning", "pef
 _VARIABLES = ("TORCH_ECHO", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
 
 
-def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Versions, devices, settings: name and value, in the order in which they are to be shown. Imports torch."""
+def environment(environ: Mapping[str, str] = os.environ, paths: bool = True) -> dict[str, str]:
+    """Versions, devices, settings: name and value, in the order in which they are to be shown. Imports torch. Without `paths`,
+    nothing that names a folder of this machine: for results that others are to see."""
     import torch
 
     from torch_echo.cost import cache_folder
@@ -41,9 +42,10 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["executable"] = sys.executable
-    found["cost cache"] = str(cache_folder() or "off")
+    if paths:
+        found["executable"] = sys.executable
+        found["cost cache"] = str(cache_folder() or "off")
     for name in sorted(environ):
-        if name in _VARIABLES or name.startswith("TORCH_ECHO_"):
+        if name in _VARIABLES or (paths and name.startswith("TORCH_ECHO_")):
             found[name] = environ[name]
     return found
