@@ -983,6 +983,15 @@ def size_hint(size: Any) -> int:
     return int(size)
 
 
+def depends_on_data(value: Any) -> bool:
+    """Has a fake value, or one in a list of such, a size that only data tells?"""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if isinstance(value, (list, tuple)):
+        return any(map(depends_on_data, value))
+    return isinstance(value, (torch.Tensor, torch.SymInt)) and bool(free_unbacked_symbols(value))
+
+
 def layer_of(node: fx.Node) -> str:
     """Module path of a node in a joint graph; a backward node has that of the forward op that it belongs to."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

@@ -22,6 +22,7 @@ from torch import fx
 from torch_echo import compat
 from torch_echo.compile._order import improved
 from torch_echo.cost import SpecError, Workspaces, spec_of
+from torch_echo.errors import CaptureError
 
 __all__ = ["peak_of_code"]
 
@@ -35,6 +36,8 @@ def peak_of_code(
 
     Raises whatever Inductor does, CaptureError where its code is not understood.
     """
+    if any(compat.depends_on_data(node.meta.get("val")) for part in (forward, backward) for node in part.graph.nodes):
+        raise CaptureError("its sizes depend on data")
     saved = list(_outputs(forward))
     donated = _donated(forward, backward, len(held))
     code = compat.generated_code(forward, _values(forward), donated, improved, backward=False, visible=len(held))
