@@ -923,7 +923,7 @@ class Session:
         options = self.options
         budget = options.budget_bytes(self.device)
         if budget is not None:
-            budget -= kind.excess
+            budget = max(1, budget - kind.excess)
 
         def own() -> Plan:
             return plan(
@@ -940,7 +940,7 @@ class Session:
         if limit is not None and made.peak > limit - kind.excess:
             made = plan(
                 graph,
-                budget=limit - kind.excess,
+                budget=max(1, limit - kind.excess),
                 policy=options.policy,
                 on_infeasible="least",
                 fixed_seconds=engine_seconds(graph),
