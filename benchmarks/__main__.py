@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import check_sizes, sizes
 from benchmarks.run import Asked, run
 from benchmarks.systems import SYSTEMS, Case, cases, parse
 from benchmarks.workloads import PRESETS, WORKLOADS
@@ -91,16 +91,6 @@ def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--device {args.device}: must be cpu or cuda")
 
 
-def _changes(parser: argparse.ArgumentParser, given: Sequence[str]) -> dict[str, int]:
-    changes = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        if not value.isdecimal() or int(value) < 1:
-            parser.error(f"--size {text}: must be FIELD=N with a number from 1 on, as in batch=64")
-        changes[name] = int(value)
-    return changes
-
-
 def _cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, list[Case]]:
     """By workload, those that were asked for, eager first."""
     from benchmarks.workloads import build, presets
@@ -136,16 +126,11 @@ def _ask(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Asked:
     """What was asked for."""
     import torch
 
-    from benchmarks.workloads import size_of
-
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no GPU; --device cpu runs the preset on the CPU")
-    changes = _changes(parser, args.size)
+    changes = sizes(parser, args.size)
     found = _cases(parser, args)
-    for name in found:
-        if unknown := changes.keys() - asdict(size_of(name, args.preset)).keys():
-            fields = ", ".join(asdict(size_of(name, args.preset)))
-            parser.error(f"--size {', '.join(unknown)}: {name} has {fields}")
+    check_sizes(parser, found, args.preset, changes)
     return Asked(
         args.preset, args.device, found, changes,
         minutes=args.minutes or (QUICK_MINUTES if args.quick else MINUTES[args.preset]),

@@ -80,7 +80,7 @@ class Ratios:
         return max(r for r, _ in self.by_workload.values())
 
 
-def ratios(records: Sequence[Record], workloads: Iterable[str] = tuple(PAPER), extra: float = EXTRA) -> Ratios | None:
+def ratios(records: Sequence[Record], workloads: Iterable[str] = PAPER, extra: float = EXTRA) -> Ratios | None:
     """Of these workloads; of those of the paper. None if none of them was measured."""
     found = {}
     for name in workloads:

@@ -10,6 +10,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import label
+from benchmarks.output.sections import why_not
+
 __all__ = ["main"]
 
 FORMAT = 1
@@ -45,22 +48,19 @@ def _tests(path: Path) -> Record:
 
 def _table(bench: Record, predicted: Record) -> list[list[str]]:
     """One row for each case."""
-    told = {
-        (r["workload"], r["system"], r.get("setting", "")): r for r in predicted.get("records", ()) if "error" not in r
-    }
+    told = {(r["workload"], label(r)): r for r in predicted.get("records", ()) if "error" not in r}
     eager = {r["workload"]: r for r in bench.get("records", ()) if r.get("system") == "eager" and "peak_bytes" in r}
     rows = []
     for r in bench.get("records", ()):
-        name = f"{r['system']}{':' + r['setting'] if r.get('setting') else ''}"
+        name = label(r)
         if "peak_bytes" not in r:
-            why = next((r[k] for k in ("error", "infeasible", "skipped") if k in r), "no figures")
-            rows.append([r["workload"], name, str(why)[:60]])
+            rows.append([r["workload"], name, why_not(r)[:60]])
             continue
         base = eager.get(r["workload"])
         row = [r["workload"], name, f"{r['peak_bytes'] / 2**20:.0f}"]
         row += [f"{base['peak_bytes'] / r['peak_bytes']:.2f}" if base else ""]
         row += [f"{r['seconds_ratio']:.3f}" if "seconds_ratio" in r else "", str(r.get("gradients_equal", ""))]
-        there = told.get((r["workload"], r["system"], r.get("setting", "")))
+        there = told.get((r["workload"], name))
         row += [f"{100 * (there['peak_bytes'] / r['peak_bytes'] - 1):+.1f}%" if there else ""]
         rows.append(row)
     return rows

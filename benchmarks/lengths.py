@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ from rich.table import Table
 from benchmarks.measure import MIB, Meter, Seeded, peak, same
 from benchmarks.workloads import Trainer, build
 from torch_echo.options import Options
-from torch_echo.tape.session import Phase, RootCall, Session
+from torch_echo.tape.session import Phase, Session
 
 PLANNED = 30
 LENGTHS = (20, 30, 40, 50, 60)
@@ -30,8 +31,9 @@ LENGTHS = (20, 30, 40, 50, 60)
 class OnePlan(Session):
     """A session that does not plan again for larger inputs."""
 
-    def _outgrown(self, first: RootCall) -> bool:
-        return False
+    @property
+    def _growth(self) -> float:
+        return math.inf
 
 
 def case(length: int, planned: int, overhead: float, rounds: int) -> dict[str, Any]:

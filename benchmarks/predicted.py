@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import EXTRA, label
 from torch_echo.errors import TorchEchoError
 from torch_echo.units import format_bytes, parse_bytes
 
@@ -25,10 +26,10 @@ __all__ = ["main", "predicted", "ratios"]
 ROOT = Path(__file__).resolve().parents[1]
 FORMAT = 1
 OVERHEADS = (0.05, 0.15)
-COUNTED = 0.15
-"""Extra time within which the paper's mean and maximum are taken."""
 
 Record = dict[str, Any]
+Case = tuple[str, str]
+"""Workload; system and setting."""
 
 
 def predicted(
@@ -65,7 +66,9 @@ def predicted(
         found = None
     found = found or predict(make, device=device)
     about = {"workload": workload, "preset": preset, "device": device, "size": size, "predicted": True}
-    records = [about | {"system": "eager", "peak_bytes": found.eager_peak, "seconds": found.step_seconds}]
+    records = [
+        about | {"system": "eager", "setting": "", "peak_bytes": found.eager_peak, "seconds": found.step_seconds}
+    ]
     for overhead in overheads:
         plan = found.plan(max_overhead=overhead)
         record = about | {
@@ -86,8 +89,8 @@ def predicted(
 
 
 def ratios(records: Sequence[Record], names: Sequence[str]) -> tuple[float, float, int]:
-    """Mean and maximum of eager's peak over torch-echo's within COUNTED extra time, over these workloads; how many were there."""
-    found = [r["ratio"] for r in records if r["workload"] in names and r.get("setting") == f"{COUNTED:g}"]
+    """Mean and maximum of eager's peak over torch-echo's within EXTRA extra time, over these workloads; how many were there."""
+    found = [r["ratio"] for r in records if r["workload"] in names and r.get("setting") == f"{EXTRA:g}"]
     return (statistics.mean(found), max(found), len(found)) if found else (0.0, 0.0, 0)
 
 
@@ -114,15 +117,15 @@ def _one(name: str, args: argparse.Namespace) -> list[Record]:
     return found
 
 
-def _rows(records: Sequence[Record], measured: dict[str, int]) -> list[list[str]]:
+def _rows(records: Sequence[Record], measured: dict[Case, int]) -> list[list[str]]:
     rows = []
     for r in records:
         if "error" in r:
             rows.append([r["workload"], "", r["error"], *[""] * 6])
             continue
         size = ", ".join(f"{k} {v}" for k, v in r["size"].items() if k in ("batch", "length", "frames", "layers"))
-        there = measured.get(f"{r['workload']}/{r['system']}/{r.get('setting', '')}")
-        row = [r["workload"], size, f"{r['system']}{':' + r['setting'] if 'setting' in r else ''}"]
+        there = measured.get((r["workload"], label(r)))
+        row = [r["workload"], size, label(r)]
         row += [format_bytes(r["peak_bytes"]), f"{r['ratio']:.2f}" if "ratio" in r else ""]
         row += [
             f"{100 * r['overhead']:.1f}%" if "overhead" in r else "",
@@ -133,7 +136,7 @@ def _rows(records: Sequence[Record], measured: dict[str, int]) -> list[list[str]
     return rows
 
 
-def _show(records: Sequence[Record], measured: dict[str, int]) -> None:
+def _show(records: Sequence[Record], measured: dict[Case, int]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -149,15 +152,15 @@ def _show(records: Sequence[Record], measured: dict[str, int]) -> None:
     for row in rows:
         table.add_row(*(row[i] for i in shown))
     console.print(table)
-    mean, most, count = ratios(records, list(PAPER))
+    mean, most, count = ratios(records, PAPER)
     if count:
         console.print(
-            f"predicted peaks, eager PyTorch's over torch-echo's within {COUNTED:.0%} extra time, over {count} of the paper's "
+            f"predicted peaks, eager PyTorch's over torch-echo's within {EXTRA:.0%} extra time, over {count} of the paper's "
             f"{len(PAPER)} workloads: mean {mean:.2f}, maximum {most:.2f}"
         )
 
 
-def _measured(path: Path | None) -> dict[str, int]:
+def _measured(path: Path | None) -> dict[Case, int]:
     """Measured peaks in a results file of ``torch-echo bench``, by workload, system and setting."""
     if path is None:
         return {}
@@ -165,13 +168,12 @@ def _measured(path: Path | None) -> dict[str, int]:
         records = json.loads(path.read_text())["records"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TorchEchoError(f"--measured {path}: holds no results of torch-echo bench ({error})") from error
-    return {
-        f"{r['workload']}/{r['system']}/{r.get('setting', '')}": r["peak_bytes"] for r in records if "peak_bytes" in r
-    }
+    return {(r["workload"], label(r)): r["peak_bytes"] for r in records if "peak_bytes" in r}
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    from benchmarks.workloads import PAPER, PRESETS, WORKLOADS, presets, size_of
+    from benchmarks.arguments import check_sizes, sizes
+    from benchmarks.workloads import PAPER, PRESETS, WORKLOADS, presets
 
     parser = argparse.ArgumentParser(prog="torch-echo bench --predict", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="paper")
@@ -190,23 +192,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.workload = args.workload or list(PAPER)
     args.overheads = args.max_overhead or list(OVERHEADS)
-    args.changes = {}
+    args.changes = sizes(parser, args.size)
     try:
         args.memory = None if args.device_memory is None else parse_bytes(args.device_memory, "--device-memory")
     except TorchEchoError as error:
         parser.error(str(error))
-    for text in args.size:
-        field, _, value = text.partition("=")
-        if not value.isdecimal() or int(value) < 1:
-            parser.error(f"--size {text}: must be FIELD=N with a number from 1 on, as in batch=64")
-        args.changes[field] = int(value)
     for name in args.workload:
         if args.preset not in presets(name):
             parser.error(f"--workload {name}: has no sizes for {args.preset}")
-        fields = asdict(size_of(name, args.preset))
-        for field in args.changes:
-            if field not in fields:
-                parser.error(f"--size {field}: {name} has {', '.join(fields)}")
+    check_sizes(parser, args.workload, args.preset, args.changes)
     if args.fill and args.memory is None:
         parser.error("--fill needs --device-memory")
     if args.jobs < 1:

@@ -27,19 +27,17 @@ class About:
     title: str
     listed: bool = True
     """Is it measured unless others are asked for?"""
-    family: str = ""
-    """Of the paper's four, which it belongs to."""
 
 
 WORKLOADS = {
-    "nmt": About("nmt", "translation, attention LSTM, 2+2 layers", family="attention LSTM"),
-    "nmt1000": About("nmt", "translation, attention LSTM, 1 layer of 1000, LayerNorm", family="attention LSTM"),
-    "nmt4": About("nmt", "translation, attention LSTM, 4+4 layers, LayerNorm", family="attention LSTM"),
-    "deepspeech": About("deepspeech", "DeepSpeech2", family="DeepSpeech2"),
-    "transformer_base": About("transformer", "translation, Transformer base", family="Transformer"),
-    "transformer_big": About("transformer", "translation, Transformer big", family="Transformer"),
-    "resnet50": About("resnet", "ResNet-50", family="ResNet"),
-    "resnet152": About("resnet", "ResNet-152", family="ResNet"),
+    "nmt": About("nmt", "translation, attention LSTM, 2+2 layers"),
+    "nmt1000": About("nmt", "translation, attention LSTM, 1 layer of 1000, LayerNorm"),
+    "nmt4": About("nmt", "translation, attention LSTM, 4+4 layers, LayerNorm"),
+    "deepspeech": About("deepspeech", "DeepSpeech2"),
+    "transformer_base": About("transformer", "translation, Transformer base"),
+    "transformer_big": About("transformer", "translation, Transformer big"),
+    "resnet50": About("resnet", "ResNet-50"),
+    "resnet152": About("resnet", "ResNet-152"),
     "lstm_lm": About("lstm_lm", "LSTM language model"),
     "gpt2": About("gpt2", "GPT-2"),
     "bert": About("bert", "BERT"),
@@ -55,8 +53,8 @@ WORKLOADS = {
     "example_nmt": About("example_nmt", "the translation model of examples/nmt", listed=False),
 }
 
-PAPER = {"nmt": "attention LSTM", "deepspeech": "DeepSpeech2", "transformer_base": "Transformer", "resnet152": "ResNet"}
-"""The workloads that the Echo paper's mean and maximum are taken over."""
+PAPER = ("nmt", "deepspeech", "transformer_base", "resnet152")
+"""The workloads that the Echo paper's mean and maximum are taken over: attention LSTM, DeepSpeech2, Transformer, ResNet."""
 
 QUICK = ("nmt", "resnet50", "gpt2")
 """Those of ``--quick``."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MeanSquare", "Named", "Place", "Trainer", "Workload", "directly", "tokens"]
+__all__ = ["MeanSquare", "Named", "Place", "TextSize", "Trainer", "Workload", "directly", "text_workload", "tokens"]
 
 Place = Callable[..., Any]
 """Calls its first argument with the others: directly, or through torch.utils.checkpoint."""
@@ -77,6 +77,25 @@ class Named(nn.Module):
 def tokens(vocabulary: int, *shape: int) -> Tensor:
     """Random tokens; 0 (padding, in most models) is not among them."""
     return torch.randint(1, vocabulary, shape)
+
+
+@dataclass(frozen=True)
+class TextSize:
+    """Of a Transformer over text: so many `layers` of `width`."""
+
+    batch: int
+    length: int
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    dropout: float = 0.1
+
+
+def text_workload(model: nn.Module, vocabulary: int, *shape: int, random: bool = False) -> Workload:
+    """A model of transformers that predicts the text it is given, on random text of this shape."""
+    named, text = Named(model, "input_ids", "labels"), tokens(vocabulary, *shape)
+    return Workload(named, (text, text.clone()), checkpointing=named.enable_checkpointing, random=random)
 
 
 class Trainer:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.workloads.base import Named, Workload, tokens
+from benchmarks.workloads.base import TextSize, Workload, text_workload
+
+SIZES = {"bert": {"small": TextSize(8, 128, 4, 192, 4, 1000), "paper": TextSize(32, 512, 12, 768, 12, 30522)}}
 
 
-@dataclass(frozen=True)
-class Size:
-    """So many `layers` of `width`."""
-
-    batch: int
-    length: int
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    dropout: float = 0.1
-
-
-SIZES = {"bert": {"small": Size(8, 128, 4, 192, 4, 1000), "paper": Size(32, 512, 12, 768, 12, 30522)}}
-
-
-def make(size: Size) -> Workload:
+def make(size: TextSize) -> Workload:
     """See the package."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -33,8 +18,4 @@ def make(size: Size) -> Workload:
         num_attention_heads=size.heads, intermediate_size=4 * size.width, max_position_embeddings=size.length,
         hidden_dropout_prob=size.dropout, attention_probs_dropout_prob=size.dropout,
     )  # fmt: skip
-    model = Named(BertForMaskedLM(config), "input_ids", "labels")
-    text = tokens(size.vocabulary, size.batch, size.length)
-    return Workload(
-        module=model, inputs=(text, text.clone()), checkpointing=model.enable_checkpointing, random=size.dropout > 0
-    )
+    return text_workload(BertForMaskedLM(config), size.vocabulary, size.batch, size.length, random=size.dropout > 0)

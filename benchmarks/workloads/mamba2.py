@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.workloads.base import Named, Workload, tokens
+from benchmarks.workloads.base import Workload, text_workload
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,4 @@ def make(size: Size) -> Workload:
         head_dim=HEAD, num_heads=2 * size.width // HEAD, n_groups=1, chunk_size=size.chunk, use_cache=False,
         pad_token_id=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    model = Named(Mamba2ForCausalLM(config), "input_ids", "labels")
-    text = tokens(size.vocabulary, size.batch, size.length)
-    return Workload(module=model, inputs=(text, text.clone()), checkpointing=model.enable_checkpointing)
+    return text_workload(Mamba2ForCausalLM(config), size.vocabulary, size.batch, size.length)

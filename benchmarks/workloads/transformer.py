@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import Place, Workload, directly, tokens
-
-
-@dataclass(frozen=True)
-class Size:
-    """So many `layers` in the encoder and as many in the decoder."""
-
-    batch: int
-    length: int
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    dropout: float = 0.1
-
+from benchmarks.workloads.base import Place, TextSize, Workload, directly, tokens
 
 SIZES = {
-    "transformer_base": {"small": Size(8, 112, 3, 160, 8, 500), "paper": Size(64, 64, 6, 512, 8, 37000)},
-    "transformer_big": {"small": Size(6, 96, 3, 256, 16, 500), "paper": Size(64, 64, 6, 1024, 16, 37000, 0.3)},
+    "transformer_base": {"small": TextSize(8, 112, 3, 160, 8, 500), "paper": TextSize(64, 64, 6, 512, 8, 37000)},
+    "transformer_big": {"small": TextSize(6, 96, 3, 256, 16, 500), "paper": TextSize(64, 64, 6, 1024, 16, 37000, 0.3)},
 }
 
 
 class Translation(nn.Module):
     """Forward returns the loss. Embeddings and output layer share their weight."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: TextSize) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         nn.init.normal_(self.embedding.weight, std=size.width**-0.5)
@@ -65,7 +50,7 @@ class Translation(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), label_smoothing=0.1)
 
 
-def make(size: Size) -> Workload:
+def make(size: TextSize) -> Workload:
     """See the package."""
     model = Translation(size)
     return Workload(

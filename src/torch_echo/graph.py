@@ -231,6 +231,11 @@ class TrainingGraph:
         """Bytes of the storages that are older than the iteration: parameters, inputs, optimizer states."""
         return sum(s.nbytes for s in self.storages if s.alloc < 0)
 
+    @property
+    def start_bytes(self) -> int:
+        """Bytes alive when the iteration begins."""
+        return self.base_bytes + self.older_bytes
+
     def rerun_seconds(self, op: Op) -> float:
         """What re-running an op costs, in seconds."""
         rebuilt = sum(self.storages[s].nbytes for s in {self.values[w].storage for w in op.writes})

@@ -130,7 +130,7 @@ class TestPartitioner:
 
     @staticmethod
     def above(found: Explanation) -> int:
-        return found.graph.base_bytes + found.graph.older_bytes
+        return found.graph.start_bytes
 
     def test_promises_the_peak_of_the_code(self, explained: Any) -> None:
         found = explained(lambda: 12345, max_overhead=0.0)

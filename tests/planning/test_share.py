@@ -67,7 +67,7 @@ def test_a_plan_as_others_see_it() -> None:
     found = front(graph)
     for point in found.points:
         choice = choice_of(replayer, point)
-        older = graph.base_bytes + graph.older_bytes
+        older = graph.start_bytes
         assert max(choice.forward, choice.backward) == point.peak - older
         assert 0 <= choice.kept <= choice.forward
     assert choice_of(replayer, found.least).kept < choice_of(replayer, found.baseline).kept

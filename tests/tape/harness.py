@@ -48,7 +48,6 @@ __all__ = [
     "nothing",
     "producers",
     "randomly",
-    "start_bytes",
     "tape_objects",
     "train",
 ]
@@ -306,11 +305,6 @@ def check_same(plain: Trace, taped: Trace) -> None:
         assert np.array_equal(plain.rng[i], taped.rng[i]), f"step {i}: the generator's state differs"
 
 
-def start_bytes(graph: TrainingGraph) -> int:
-    """Bytes alive when the recorded step began."""
-    return graph.base_bytes + sum(s.nbytes for s in graph.storages if s.alloc < 0)
-
-
 def check_footprint(session: Session, tolerance: float = 0.005) -> None:
     """The measured peak of the first planned step against the plan's."""
     assert session.graph is not None
@@ -318,7 +312,7 @@ def check_footprint(session: Session, tolerance: float = 0.005) -> None:
     assert session.measured_peak is not None, f"no step was measured: {session.phase} {session.unhandled}"
     checks = session.checks if isinstance(session, ForcedSession) else [(session.measured_peak, session.plan.peak)]
     for measured, planned in checks:
-        rise = planned - start_bytes(session.graph)
+        rise = planned - session.graph.start_bytes
         assert abs(measured - planned) <= tolerance * rise, (
             f"measured {measured - planned:+d} bytes from the plan, which adds {rise}"
         )
@@ -327,7 +321,7 @@ def check_footprint(session: Session, tolerance: float = 0.005) -> None:
 def check_baseline(plain: Trace, session: Session, tolerance: float = 0.005) -> None:
     """The replay of the recorded step against the peak of the same step in plain PyTorch."""
     assert session.graph is not None
-    rise = replay(session.graph).peak - start_bytes(session.graph)
+    rise = replay(session.graph).peak - session.graph.start_bytes
     assert abs(plain.rise - rise) <= tolerance * max(rise, 1), (
         f"plain PyTorch measured {plain.rise - rise:+d} bytes from the replay, which adds {rise}"
     )

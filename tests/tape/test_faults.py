@@ -181,14 +181,19 @@ def train(spec: Spec, session: Session | None, skip: int | None, injector: Injec
     return result
 
 
+def struck(spec: Spec, session: Session | None, step: int, injector: Injector, every: bool) -> Result:
+    """What training leads to with a fault in `step`."""
+    with injector.installed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(spec, session, step, injector, every)
+
+
 def check(spec: Spec, place: str, step: int, at: int, share: float, every: bool) -> bool:
     """One fault. Was there an op for it?"""
     injector = Injector(place, at)
     session = ForcedSession(everything if share == 1.0 else randomly(at, share))
     before = len(tape_objects())
-    with injector.installed(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        taped = train(spec, session, step, injector, every)
+    taped = struck(spec, session, step, injector, every)
     # In planning, the script does not see it: no batch is skipped.
     plain = train(spec, None, step if taped.fired and place != "planning" else None, None, every)
     differ = [k for k, v in plain.state.items() if v != taped.state[k]]
@@ -208,10 +213,7 @@ def leaks_anyway(spec: Spec, place: str, step: int, at: int, every: bool) -> boo
         return False
 
     def run() -> None:
-        injector = Injector(place, at)
-        with injector.installed(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            train(spec, None, step, injector, every)
+        struck(spec, None, step, Injector(place, at), every)
 
     run()
     return leaked(run) > 0

@@ -30,7 +30,6 @@ from .harness import (
     forced,
     nothing,
     randomly,
-    start_bytes,
     train,
 )
 
@@ -312,5 +311,5 @@ def test_stretches_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert session.plan is not None
         assert session.graph is not None
         check_footprint(session)
-        peaks[reorder] = session.plan.peak - start_bytes(session.graph)
+        peaks[reorder] = session.plan.peak - session.graph.start_bytes
     assert peaks[True] < 0.5 * peaks[False]

@@ -202,7 +202,7 @@ class _Planner:
                 one = self._planned(chosen.joint, chosen.found, made)
             looked_up[point] = one
             parts = split(one.copy().emit())
-            return graph.base_bytes + graph.older_bytes + peak_of_code(parts[0], parts[1], held, self.workspaces)
+            return graph.start_bytes + peak_of_code(parts[0], parts[1], held, self.workspaces)
 
         points = chosen.points.points if chosen.points is not None else []
         tries = _TRIES if self.budget is None else _TRIES_FOR_BUDGET

@@ -61,7 +61,7 @@ def choice_of(replayer: Replayer, point: Point) -> Choice:
     ticks, levels = footprint_of(replayer, point).curve()
     begin = graph.passes[0].start
     forward, backward = levels[ticks < begin], levels[ticks >= begin]
-    older = graph.base_bytes + graph.older_bytes
+    older = graph.start_bytes
     kept = int(forward[-1]) - older if len(forward) else 0
     return Choice(
         int(forward.max()) - older if len(forward) else 0,

@@ -182,7 +182,7 @@ def build(
     _add_backward(graph, nodes, times, sequences, rebuilds, node_seconds)
     _link_readers(graph, forward_ops)
     _classify(graph, walk, recorder, forward_ops)
-    graph.base_bytes = max(0, recorder.base_bytes - sum(s.nbytes for s in graph.storages if s.alloc < 0))
+    graph.base_bytes = max(0, recorder.base_bytes - graph.older_bytes)
     for state in states:
         block = walk.open.get(state.untyped_storage().data_ptr())
         if block is not None:

@@ -250,12 +250,7 @@ class RescueTape(Tape):
                 if not compat.is_out_of_memory(error):
                     raise
                 failure = error
-            wanted = max(2 * wanted, compat.bytes_wanted(failure))
-            failure.__traceback__ = failure.__context__ = None  # which hold what the op has made
-            live = self.limit.learn()
-            if (before is not None and not before.restore()) or not self.release(wanted):
-                self.failed(failure, live)
-                raise failure
+            wanted = self._make_room(failure, wanted, before)
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """See :class:`Stackable`. A layer draws no random numbers."""
@@ -267,12 +262,18 @@ class RescueTape(Tape):
                 if not compat.is_out_of_memory(error):
                     raise
                 failure = error
-            wanted = max(2 * wanted, compat.bytes_wanted(failure))
-            failure.__traceback__ = failure.__context__ = None
-            live = self.limit.learn()
-            if not self.release(wanted):
-                self.failed(failure, live)
-                raise failure
+            wanted = self._make_room(failure, wanted)
+
+    def _make_room(self, failure: BaseException, wanted: int, before: _Before | None = None) -> int:
+        """An allocation has failed, after room was made for `wanted` bytes: drop something more. Returns for how many bytes; raises
+        `failure` where that is no help."""
+        wanted = max(2 * wanted, compat.bytes_wanted(failure))
+        failure.__traceback__ = failure.__context__ = None  # which hold what the op has made
+        live = self.limit.learn()
+        if (before is not None and not before.restore()) or not self.release(wanted):
+            self.failed(failure, live)
+            raise failure
+        return wanted
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose outputs are kept, and note how they were made."""

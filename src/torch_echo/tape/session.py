@@ -998,9 +998,8 @@ class Session:
         if abs(peak - kind.plan.peak) > CHECK_TOLERANCE * kind.plan.peak and not kind.remade:
             kind.remade = kind.due = True
             assert kind.graph is not None
-            before = kind.graph.base_bytes + sum(s.nbytes for s in kind.graph.storages if s.alloc < 0)
             # What came before the step (another model's optimizer state) will be in what is recorded next.
-            kind.excess = max(0, peak - kind.plan.peak - max(0, meter.base - before))
+            kind.excess = max(0, peak - kind.plan.peak - max(0, meter.base - kind.graph.start_bytes))
 
     def _start_comparison(self) -> None:
         if self._sharded:
