@@ -48,7 +48,7 @@ def measured(records: Iterable[Record], *systems: str) -> list[Record]:
 
 def label(record: Record) -> str:
     """System and setting."""
-    return f"{record['system']}:{record['setting']}" if record["setting"] else str(record["system"])
+    return f"{record['system']}:{record['setting']}" if record.get("setting") else str(record["system"])
 
 
 def above(record: Record) -> int:
