@@ -307,13 +307,16 @@ class TrainingGraph:
         """`values`, every earlier version of their storages that an in-place op builds on, and what is inside the same
         composite op."""
         closed: set[int] = set()
+        opened: set[int] = set()
         todo = list(values)
         while todo:
             v = todo.pop()
             if v in closed or self.values[v].producer < 0:
                 continue
             closed.add(v)
-            todo += self.inside(self.ops[self.values[v].producer])
+            if self.values[v].producer not in opened:
+                opened.add(self.values[v].producer)
+                todo += self.inside(self.ops[self.values[v].producer])
             for r in self.ops[self.values[v].producer].reads:
                 if self.values[r].storage == self.values[v].storage:
                     todo.append(r)

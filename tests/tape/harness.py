@@ -65,8 +65,9 @@ def legal(graph: TrainingGraph, wanted: Collection[int]) -> frozenset[int]:
     overwritten, and nothing that backward never asks for."""
     ok = graph.droppable()
     dropped = {v for v in wanted if ok[v]}
+    chains = {v: graph.chain([v]) for v in dropped}
     while True:
-        bad = {v for v in dropped if not graph.chain([v]) <= dropped}
+        bad = {v for v in dropped if not chains[v] <= dropped}
         for v in dropped:
             op = graph.ops[graph.values[v].producer]
             if any(r not in dropped and not graph.values[r].keepable for r in op.reads):

@@ -417,11 +417,12 @@ class Block(nn.Module):
         return Cubed.apply(a.sigmoid()) * b
 
     def do_foreign_hooks(self, a: Tensor, b: Tensor, c: Tensor, k: int, step: int) -> Tensor:
-        with (
-            torch.autograd.graph.save_on_cpu()
-            if k % 2
-            else torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
-        ):
+        if k % 2:
+            with torch.autograd.graph.save_on_cpu():
+                # Not tanh: what an op saves of its own output is left on a CPU as it is, in a cycle that only backward breaks.
+                y = torch.sin(a) * b
+            return y.sigmoid()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
             y = torch.tanh(a) * b
         return y.sigmoid()
 
