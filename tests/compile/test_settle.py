@@ -77,14 +77,30 @@ def test_a_budget_that_nothing_meets() -> None:
 
 
 def test_the_least_peak_within_a_time() -> None:
-    """Dropping more makes it no smaller here; none is slower than asked for."""
+    """Dropping more makes it no smaller here: levels are looked up as long as they promise less."""
     tried = Tried({120: 200, 160: 170, 140: 230}.__getitem__)
-    assert settle(POINTS, at(120), tried, seconds=7.0, tries=1) == (at(160), 170)
-    tried = Tried({120: 200, 160: 240, 140: 230, 180: 250}.__getitem__)
-    assert settle(POINTS, at(120), tried, seconds=7.0, tries=2) == (at(120), 200)
+    levels = [8.0, 7.0, 5.5, 5.0, 4.0, 0.0]
+    assert settle(POINTS, at(120), tried, seconds=7.0, levels=levels) == (at(160), 170)
+    assert tried.asked == [120, 160]
+    tried = Tried({120: 200, 160: 240, 180: 250}.__getitem__)
+    assert settle(POINTS, at(120), tried, seconds=7.0, levels=levels) == (at(120), 200)
+    assert tried.asked == [120, 160, 180]
     tried = Tried(lambda n: 300)
-    assert settle(POINTS, at(180), tried, seconds=4.0, tries=2) == (at(260), 300)
-    assert min(tried.asked) == 180
+    assert settle(POINTS, at(180), tried, seconds=4.0, levels=levels, tries=1) == (at(260), 300)
+    assert tried.asked == [180, 260]
+
+
+@pytest.mark.parametrize("code", [lambda n: 180, lambda n: max(n, 300 - n), lambda n: n + 5 * (n % 60)])
+def test_who_allows_more_time_has_no_larger_peak(code: Callable[[int], float]) -> None:
+    """At the levels, where tries don't run out and code takes no less than the replay says."""
+    levels = [8.0, 6.0, 5.0, 3.0, 1.0, 0.0]
+
+    def peak(seconds: float) -> int:
+        first = min((p for p in POINTS if p.extra_seconds <= seconds), key=lambda p: p.peak)
+        return settle(POINTS, first, Tried(code), seconds=seconds, levels=levels, tries=len(levels))[1]
+
+    peaks = [peak(seconds) for seconds in levels]
+    assert peaks == sorted(peaks)
 
 
 @pytest.mark.parametrize(("eager", "taken"), [(250, 260), (400, 100)])

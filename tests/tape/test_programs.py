@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from .harness import (
     Case,
+    Choice,
     ForcedSession,
     Trace,
     check_baseline,
@@ -38,30 +39,46 @@ UNSEEN = {"gradient", "func_grad", "checkpoint_reentrant"}
 """Instructions with a backward pass of their own inside of forward: there the tape is lifted, and counts nothing."""
 
 
+def check_one(spec: Spec, choose: Choice, every: bool) -> None:
+    """One program, plain and taped."""
+    plain = run(spec, None, every)
+    session = ForcedSession(choose)
+    taped = run(spec, session, every)
+    if isinstance(plain, RuntimeError):
+        assert isinstance(taped, RuntimeError)
+        assert str(taped)[:80] == str(plain)[:80]
+        return
+    if isinstance(taped, RuntimeError):
+        raise taped
+    check_same(plain, taped)
+    assert not tape_objects()
+    if spec.static and not spec.uses(UNSEEN):
+        check_baseline(plain, session)
+        check_footprint(session)
+        assert session.plan is not None
+        assert taped.reruns[2:] == [len(session.plan.rerun)] * (STEPS - 2)
+
+
 def check_programs(examples: int, every: bool, share: float, guests: bool, seed: int) -> None:
-    """Generated programs, plain and taped."""
+    """Generated programs."""
 
     @drawn(examples, seed)
     @given(programs(guests=guests), st.integers(0, 1000))
     def check(spec: Spec, seed: int) -> None:
-        plain = run(spec, None, every)
-        session = ForcedSession(everything if share == 1.0 else randomly(seed, share))
-        taped = run(spec, session, every)
-        if isinstance(plain, RuntimeError):
-            assert isinstance(taped, RuntimeError)
-            assert str(taped)[:80] == str(plain)[:80]
-            return
-        if isinstance(taped, RuntimeError):
-            raise taped
-        check_same(plain, taped)
-        assert not tape_objects()
-        if spec.static and not spec.uses(UNSEEN):
-            check_baseline(plain, session)
-            check_footprint(session)
-            assert session.plan is not None
-            assert taped.reruns[2:] == [len(session.plan.rerun)] * (STEPS - 2)
+        check_one(spec, everything if share == 1.0 else randomly(seed, share), every)
 
     check()
+
+
+FOUND = {
+    "the indices of a sparse gradient live as long as it does": Spec(((("sparse", 7, 9, 2),),), (0,)),
+}
+"""Programs on which some rule broke that holds now."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    check_one(FOUND[name], everything, False)
 
 
 @pytest.mark.parametrize("guests", [False, True], ids=["ops", "guests"])

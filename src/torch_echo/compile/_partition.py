@@ -23,7 +23,7 @@ from torch_echo.compile._fusion import FusedCost
 from torch_echo.compile._generated import peak_of_code
 from torch_echo.compile._head import find, split
 from torch_echo.compile._merge import merge
-from torch_echo.compile._settle import settle
+from torch_echo.compile._settle import LEVELS, settle
 from torch_echo.compile._share import Shared
 from torch_echo.cost import AnalyticCost, CostCache, CostModel, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
@@ -51,7 +51,7 @@ _WORTH = 0.02
 """Of the peak: logits below are left alone."""
 _SMALLER, _FASTER = 0.02, 0.005
 """Fractions of peak and step by which a head in parts has to be better."""
-_TRIES, _TRIES_FOR_BUDGET = 1, 3
+_TRIES = 3
 """Plans whose code is looked up, if need be, beside the first one's."""
 _LARGE = 3000
 """Nodes of a joint graph beyond which that takes too long."""
@@ -205,9 +205,7 @@ class _Planner:
             return graph.start_bytes + peak_of_code(parts[0], parts[1], held, self.workspaces)
 
         points = chosen.points.points if chosen.points is not None else []
-        tries = _TRIES if self.budget is None else _TRIES_FOR_BUDGET
-        if not points or len(chosen.joint.graph.nodes) > _LARGE:
-            tries = 0
+        tries = _TRIES if points and len(chosen.joint.graph.nodes) <= _LARGE else 0
         limit = DEFAULT_MAX_OVERHEAD if self.options.max_overhead is None else self.options.max_overhead
         made = chosen.plan
         same = (p for p in points if (p.dropped, p.groups) == (made.dropped, made.groups))
@@ -219,6 +217,7 @@ class _Planner:
                 peak_of,
                 budget=self.budget,
                 seconds=limit * graph.step_seconds,
+                levels=[level * graph.step_seconds for level in LEVELS],
                 eager=lambda: self._eager_peak(chosen),
                 tries=tries,
             )

@@ -16,8 +16,9 @@ from torch_echo.planning import Point
 
 __all__ = ["settle"]
 
-_NEAR = 0.05
-"""Of the peak: a plan that is off by less is good enough, where the least peak is asked for."""
+LEVELS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.0)
+"""Fractions of a step's time whose plans are looked up where one that takes longer takes more memory than they promise: the same
+ones whatever is asked for, so that who allows more time is not given a plan with a larger peak."""
 
 
 def settle(
@@ -27,17 +28,23 @@ def settle(
     *,
     budget: int | None = None,
     seconds: float = math.inf,
+    levels: Sequence[float] = (),
     eager: Callable[[], int] | None = None,
     tries: int = 2,
 ) -> tuple[Point, int]:
     """The plan to take, and its peak. `points`: a front. `first`: the one that the replay chose. `peak_of`: what it takes indeed,
     in bytes. With a `budget` it is the fastest that fits, else the one with the least peak among those of at most so many
-    `seconds`; of those that were looked up, the least if none fits. One above `eager`, what it takes without a compiler, is taken
-    only if to drop nothing takes more.
+    `seconds`, of which those that are best by the replay within each of `levels` (seconds, falling) are looked up; of those that
+    were looked up, the least if none fits. One above `eager`, what it takes without a compiler, is taken only if to drop nothing
+    takes more.
     """
     found = {first: peak_of(first)}
     for _ in range(tries):
-        more = _beyond(points, found, budget) if budget is not None else _below(points, found, seconds)
+        more = (
+            _beyond(points, found, budget)
+            if budget is not None
+            else _below(points, found, [level for level in levels if level < seconds])
+        )
         if more is None:
             break
         found[more] = peak_of(more)
@@ -72,10 +79,13 @@ def _beyond(points: Sequence[Point], found: dict[Point, int], budget: int) -> Po
     return min(open_, key=lambda p: (_estimate(p, found), p.extra_seconds), default=None)
 
 
-def _below(points: Sequence[Point], found: dict[Point, int], seconds: float) -> Point | None:
-    """A plan between the best one and the one at which even the replay takes more than that."""
-    best, least = min(found.items(), key=lambda f: (f[1], f[0].extra_seconds))
-    if least <= (1 + _NEAR) * best.peak:
-        return None
-    open_ = [p for p in points if p not in found and p.extra_seconds <= seconds and p.peak < least]
-    return min(open_, key=lambda p: abs(p.peak - (best.peak + least) / 2), default=None)
+def _below(points: Sequence[Point], found: dict[Point, int], levels: Sequence[float]) -> Point | None:
+    """The best plan by the replay at the next level, as long as it promises less than what was found."""
+    least = min(found.values())
+    for level in levels:
+        point = min((p for p in points if p.extra_seconds <= level), key=lambda p: p.peak, default=None)
+        if point is None or point.peak >= least:
+            return None
+        if point not in found:
+            return point
+    return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from sys import _getframe
@@ -112,11 +113,11 @@ class _Handle:
         self.content = content
 
     def unpack(self) -> torch.Tensor:
-        self.recorder.on_unpack(self.index)
+        self.recorder.on_unpack(self.index, self.content)
         return unpack(self.content)
 
     def __del__(self) -> None:
-        self.recorder.held.discard(self.index)
+        self.recorder.held[self.recorder.saved[self.index].storage] -= 1
         self.recorder.mark("release", self.index)
 
 
@@ -161,10 +162,12 @@ class Recorder(Stackable):
         self.keys: list[int] = []
         self.calls: list[OpCall] = []
         self.saved: list[SavedTensor] = []
-        self.held: set[int] = set()
-        """Of these, by number, those that autograd has not let go of."""
+        self.held: Counter[int] = Counter()
+        """How many of these autograd has not let go of, by storage."""
         self.read: set[int] = set()
         """The storages of those that it has read."""
+        self.unshared: set[int] = set()
+        """Of these storages those that only saved tensors were on, when the first of them was read."""
         self.layers: list[tuple[str, int]] = [("", 0)]
         """Module calls under way: path, and which call of it."""
         self.functions: dict[tuple[str, int], dict[Place, int]] = {}
@@ -455,13 +458,13 @@ class Recorder(Stackable):
         if not isinstance(content, Dropped):
             content = (compat.alias(tensor), tensor._version)
         handle = _Handle(self, index, content)
-        self.held.add(index)
+        self.held[storage] += 1
         self.mark("pack", index)
         return handle
 
     def left(self) -> set[int]:
         """The feature maps that autograd saved, still holds and has never read."""
-        held = {self.saved[i].storage for i in self.held.copy()}
+        held = {s for s, handles in self.held.copy().items() if handles}
         return {s for s in held - self.read if self.storages[s].kind == Kind.FEATURE_MAP}
 
     def share(self, maps: set[int]) -> float:
@@ -474,8 +477,11 @@ class Recorder(Stackable):
         """Has it read any of these?"""
         return not self.read.isdisjoint(maps)
 
-    def on_unpack(self, index: int) -> None:
-        self.read.add(self.saved[index].storage)
+    def on_unpack(self, index: int, content: Any) -> None:
+        storage = self.saved[index].storage
+        if storage not in self.read and type(content) is tuple and compat.owned(content[0], self.held[storage]):
+            self.unshared.add(storage)
+        self.read.add(storage)
         node = compat.current_node()
         self.mark("unpack", (index, -1 if node is None else compat.node_sequence(node)))
 
