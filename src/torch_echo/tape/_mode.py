@@ -318,7 +318,10 @@ class Tape(Stackable):
         out = self.run(func, args, kwargs)
         recipe.seconds = self.seconds
         recipe.reuses = rule.in_place is not None and may_reuse(rule, args, out)
-        for j, tensor in enumerate(written(rule, args, kwargs, out)):
+        made = written(rule, args, kwargs, out)
+        if not recipe.grad or not any(t.dtype.is_floating_point or t.dtype.is_complex for t in made):
+            recipe.cut_off()
+        for j, tensor in enumerate(made):
             if mask >> j & 1 and type(tensor) is torch.Tensor and not tensor.is_nested:
                 in_place = bool(writes) and any(t is tensor for p, t in tensors_in(args, kwargs) if p in writes)
                 # An in-place op's version is counted above the level at which the tape sees it, after it returns.

@@ -238,6 +238,7 @@ class Recipe:
     __slots__ = (
         "__weakref__",
         "args",
+        "bare",
         "func",
         "generator",
         "grad",
@@ -256,6 +257,8 @@ class Recipe:
         self.rule = rule
         self.order = order
         self.grad = torch.is_grad_enabled()
+        self.bare = False
+        """Are all leaves that it needs without autograd's history?"""
         self.outputs: dict[int, weakref.ref[Slot]] = {}
         self.args = args
         self.kwargs = kwargs
@@ -267,6 +270,20 @@ class Recipe:
         """Where alone it can run, because it reads parameters that are gathered there."""
         self.seconds = -1.0
         """What the op took, where that is of interest; below 0: not known."""
+
+    def cut_off(self) -> None:
+        """Leave autograd's history of all leaves that it needs to others. An op whose output has none may outlive the graph that
+        its input is part of, which would be held, with all that it saved, until the recipe is done with."""
+        todo: list[Recipe | None] = [self]
+        while todo:
+            recipe = todo.pop()
+            if recipe is None or recipe.bare:
+                continue
+            recipe.bare = True
+            for leaf in leaves_in(recipe.args, recipe.kwargs):
+                if leaf.tensor.requires_grad and not leaf.tensor.is_leaf:
+                    leaf.tensor = compat.alias_below(leaf.tensor)
+            todo.extend(slot.recipe for slot in slots_in(recipe.args, recipe.kwargs))
 
     def __del__(self) -> None:
         for slot in self.reads():  # never run
@@ -376,6 +393,17 @@ def slots_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Slot]:
             found.append(a.slot)
         elif type(a) is list:
             found.extend(b.slot for b in a if type(b) is View)
+    return found
+
+
+def leaves_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
+    """The leaves among a recipe's arguments."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if type(a) is Leaf:
+            found.append(a)
+        elif type(a) is list:
+            found.extend(b for b in a if type(b) is Leaf)
     return found
 
 
