@@ -312,11 +312,21 @@ def check_footprint(session: Session, tolerance: float = 0.005) -> None:
     assert session.plan is not None
     assert session.measured_peak is not None, f"no step was measured: {session.phase} {session.unhandled}"
     checks = session.checks if isinstance(session, ForcedSession) else [(session.measured_peak, session.plan.peak)]
+    less = unknown_inside(session.graph, session.plan)
     for measured, planned in checks:
         rise = planned - session.graph.start_bytes
-        assert abs(measured - planned) <= tolerance * rise, (
+        assert -less - tolerance * rise <= measured - planned <= tolerance * rise, (
             f"measured {measured - planned:+d} bytes from the plan, which adds {rise}"
         )
+
+
+def unknown_inside(graph: TrainingGraph, made: Plan) -> int:
+    """Bytes by which the peak may be less than planned: those of the last values within a layer that runs as one op, where the
+    peak is there in forward. They are taken to live to the layer's end when they are dropped."""
+    footprint = replay(graph, made.dropped)
+    if footprint.op < 0 or footprint.rerun_op >= 0:
+        return 0
+    return sum(graph.nbytes(v) for v in graph.inside(graph.ops[footprint.op]) if v in made.dropped)
 
 
 def check_baseline(plain: Trace, session: Session, tolerance: float = 0.005) -> None:
