@@ -995,11 +995,16 @@ class Session:
         kind.measured_peak = peak
         self._tell_ranks()
         kind.phase = Phase.STEADY
-        if abs(peak - kind.plan.peak) > CHECK_TOLERANCE * kind.plan.peak and not kind.remade:
+        assert kind.graph is not None
+        if abs(peak - kind.plan.peak) > self._tolerance(kind.plan, kind.graph) and not kind.remade:
             kind.remade = kind.due = True
-            assert kind.graph is not None
             # What came before the step (another model's optimizer state) will be in what is recorded next.
             kind.excess = max(0, peak - kind.plan.peak - max(0, meter.base - kind.graph.start_bytes))
+
+    @staticmethod
+    def _tolerance(made: Plan, graph: TrainingGraph) -> float:
+        """By how many bytes a measured peak may be off."""
+        return CHECK_TOLERANCE * made.peak
 
     def _start_comparison(self) -> None:
         if self._sharded:
