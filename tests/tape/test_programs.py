@@ -20,6 +20,7 @@ from .harness import (
     randomly,
     tape_objects,
     train,
+    unknown_inside,
 )
 from .models import simple_step
 from .programs import Program, Spec, drawn, program_loss, programs
@@ -56,8 +57,10 @@ def check_one(spec: Spec, choose: Choice, every: bool) -> None:
     if spec.static and not spec.uses(UNSEEN):
         check_baseline(plain, session)
         check_footprint(session)
-        assert session.plan is not None
-        assert taped.reruns[2:] == [len(session.plan.rerun)] * (STEPS - 2)
+        assert session.plan is not None and session.graph is not None
+        # What turns out to take less than planned may be planned again after the first step.
+        steps = 1 if unknown_inside(session.graph, session.plan) else STEPS - 2
+        assert taped.reruns[2 : 2 + steps] == [len(session.plan.rerun)] * steps
 
 
 def check_programs(examples: int, every: bool, share: float, guests: bool, seed: int) -> None:
