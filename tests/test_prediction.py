@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_echo
+from torch_echo.graph import Trait
 from torch_echo.prediction import largest, predict
 from torch_echo.tape._record import PeakMeter
 
@@ -291,6 +292,40 @@ class TestOnAGPU:
         assert "aten::_thnn_fused_lstm_cell" in self.names(MODELS["attention"])
         for recurrent in ("lstm", "gru", "packed lstm", "packed gru"):
             assert "aten::_cudnn_rnn" in self.names(MODELS[recurrent])
+
+    @pytest.mark.parametrize(
+        ("layers", "dropout", "reorder", "deterministic", "kept"),
+        [
+            (1, 0.0, False, False, True),
+            (1, 0.0, True, False, False),
+            (1, 0.0, False, True, False),
+            (2, 0.0, True, False, False),
+            (2, 0.2, True, True, True),
+        ],
+    )
+    def test_cudnns_layers_are_rebuilt_where_that_gives_the_same(
+        self, layers: int, dropout: float, reorder: bool, deterministic: bool, kept: bool
+    ) -> None:
+        """To the bit, with deterministic algorithms; up to rounding, with `reorder`. Not where they draw masks."""
+
+        def make() -> Callable[[], Any]:
+            class Layers(nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.rnn = nn.LSTM(32, 64, layers, dropout=dropout)
+
+                def forward(self, x: Tensor) -> Tensor:
+                    return self.rnn(x)[0]  # type: ignore[no-any-return]
+
+            return trainer(Layers(), torch.randn(20, 8, 32))
+
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            graph = predict(make, device="cuda", reorder=reorder).graph
+        finally:
+            torch.use_deterministic_algorithms(False)
+        (op,) = (op for op in graph.ops if op.name == "aten::_cudnn_rnn")
+        assert bool(op.traits & Trait.KEEP) is kept
 
     def test_blocks_are_of_the_allocators_sizes(self) -> None:
         graph = predict(MODELS["convolutions"], device="cuda").graph

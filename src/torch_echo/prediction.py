@@ -112,14 +112,18 @@ class Prediction:
 
 
 def predict(
-    make: Callable[[], Callable[[], Any]], *, device: str = "cpu", device_memory: int | float | str | None = None
+    make: Callable[[], Callable[[], Any]],
+    *,
+    device: str = "cpu",
+    device_memory: int | float | str | None = None,
+    reorder: bool = False,
 ) -> Prediction:
     """Predict the peak of a training step without running it.
 
     `make` builds model, data and optimizer, on the CPU, and returns the step: a callable that does forward, backward and the
     optimizer's step. Both are called here, the step three times, and nothing of what they make takes memory. `device`: "cpu", or
     "cuda" for the ops that PyTorch chooses on a GPU (there need be none), with cuDNN's workspaces as estimates. `device_memory`:
-    that of the device, as bytes or "24GiB".
+    that of the device, as bytes or "24GiB". `reorder`: as that option of torch-echo.
 
     On a CPU the peak is that of a recorded step, to the byte. Raises CaptureError, with the line of the script, for a step whose
     course depends on what tensors contain (``.item()``), for a model that was made before, for ops that PyTorch can't tell the
@@ -131,7 +135,7 @@ def predict(
     gc.collect()
     with DryRun(device) as run:
         step = make()
-        session = _Recording(run, device)
+        session = _Recording(run, device, reorder)
         session.watch_all()
         try:
             for _ in range(_STEPS):
@@ -156,6 +160,7 @@ def largest(
     *,
     device: str = "cpu",
     start: int = 1,
+    reorder: bool = False,
 ) -> tuple[int, Prediction | None]:
     """The largest size whose predicted peak is within `limit` bytes, from `start` on, and its prediction; (0, None) if that of
     `start` is not.
@@ -168,7 +173,7 @@ def largest(
 
     def at(size: int) -> int:
         if size not in tried:
-            tried[size] = predict(lambda: make(size), device=device)
+            tried[size] = predict(lambda: make(size), device=device, reorder=reorder)
         return peak(tried[size])
 
     if at(start) > limit:
@@ -192,8 +197,8 @@ def largest(
 class _Recording(Session):
     """A session that records steps in a dry run, and plans none."""
 
-    def __init__(self, run: DryRun, device: str) -> None:
-        super().__init__(Options(cost="analytic"), name="prediction")
+    def __init__(self, run: DryRun, device: str, reorder: bool) -> None:
+        super().__init__(Options(cost="analytic", reorder=reorder), name="prediction")
         self._run = run
         self._target = device
         self._begins = 0
@@ -219,7 +224,7 @@ class _Recording(Session):
         if self._target == "cuda":
             host = TYPICAL_GPU.host * len(calls)
             graph.step_seconds, slack = max(host, busy), max(0.0, busy - host)
-            _on_gpu(graph, recorder)
+            _on_gpu(graph, recorder, self.options.reorder)
         else:
             graph.rerun_overhead, graph.rebuilt_byte_seconds = RERUN_SECONDS, REBUILT_BYTE_SECONDS
         self.recorded.append((graph, slack))
@@ -235,7 +240,7 @@ def _cost_of(device: str) -> CostModel:
     return get_cost_model("analytic", device)
 
 
-def _on_gpu(graph: TrainingGraph, recorder: Recorder) -> None:
+def _on_gpu(graph: TrainingGraph, recorder: Recorder, reorder: bool) -> None:
     """What is different on a GPU with the same ops."""
     graph.rng_state_bytes = 0  # generators keep their states in the host's memory
     graph.base_bytes += CUBLAS_WORKSPACE
@@ -243,5 +248,5 @@ def _on_gpu(graph: TrainingGraph, recorder: Recorder) -> None:
         storage.nbytes = -(-storage.nbytes // GRANULE) * GRANULE
     forward = (op for op in graph.ops if op.phase is Phase.FORWARD)
     for op, call in zip(forward, recorder.calls, strict=True):
-        if nondeterministic_on(call.rule, "cuda"):
+        if nondeterministic_on(call.rule, "cuda", reorder):
             op.traits |= Trait.KEEP

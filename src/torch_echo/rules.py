@@ -38,20 +38,34 @@ _SHAPE_ONLY = {
 """Ops that read only the metadata of their first argument."""
 
 _NEVER = {
-    "aten::_cudnn_rnn", "aten::_cudnn_init_dropout_state", "aten::miopen_rnn", "aten::_local_scalar_dense",
+    "aten::_cudnn_init_dropout_state", "aten::miopen_rnn", "aten::_local_scalar_dense",
     "aten::_fused_moving_avg_obs_fq_helper", "aten::_pin_memory", "aten::record_stream", "aten::set_", "aten::resize_",
     "aten::resize_as_", "aten::_resize_output_", "aten::copy_sparse_to_sparse_", "aten::_batch_norm_with_update",
 }  # fmt: skip
 
-_OPAQUE = {"aten::mkldnn_rnn_layer": 3, "aten::cudnn_batch_norm": 3}
+_OPAQUE = {"aten::mkldnn_rnn_layer": 3, "aten::_cudnn_rnn": 3, "aten::cudnn_batch_norm": 3}
 """Outputs that only the op's own backward kernel reads. Not all of their bytes are ever written."""
 
-_CUDA_ATOMICS = {
-    "aten::index_add", "aten::scatter_add", "aten::index_put", "aten::_index_put_impl", "aten::histc", "aten::bincount",
-    "aten::scatter_reduce", "aten::index_reduce", "aten::cumsum", "aten::put", "aten::kthvalue", "aten::median",
-    "aten::upsample_bilinear2d", "aten::grid_sampler_2d", "aten::convolution", "aten::cudnn_convolution",
+_CUDA_SUMS = {
+    "aten::index_add", "aten::scatter_add", "aten::histc", "aten::bincount", "aten::cumsum", "aten::upsample_bilinear2d",
+    "aten::grid_sampler_2d", "aten::convolution", "aten::cudnn_convolution", "aten::_cudnn_rnn",
 }  # fmt: skip
-"""Ops whose CUDA kernels may give other bits the second time unless deterministic algorithms are on."""
+"""Ops whose CUDA kernels may add in another order the second time, unless deterministic algorithms are on."""
+
+_CUDA_CHOICES = {
+    "aten::index_put", "aten::_index_put_impl", "aten::scatter_reduce", "aten::index_reduce", "aten::put", "aten::kthvalue",
+    "aten::median",
+}  # fmt: skip
+"""Ops whose CUDA kernels may take another of several elements the second time, unless deterministic algorithms are on."""
+
+
+def _draws_between_layers(args: tuple[Any, ...]) -> bool:
+    """cuDNN's dropout draws from a state of its own, which a re-run would find changed."""
+    layers, dropout, train = args[9], args[11], args[12]
+    return bool(train and dropout and layers > 1)
+
+
+_KEEP_IF = {"aten::_cudnn_rnn": _draws_between_layers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,8 @@ class Rule:
     random: bool = False
     keep: bool = False
     """Never re-run."""
+    keep_if: Callable[[tuple[Any, ...]], bool] | None = None
+    """Is a call with these arguments never re-run?"""
     shape_only: bool = False
     """Reads only the metadata of its first argument."""
     opaque: int = -1
@@ -74,6 +90,10 @@ class Rule:
     """The overload that writes the same result over its first argument."""
     rerun: Callable[[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] | None = None
     """Turns (function, arguments) of a call into those of its re-run, which must not write what the call wrote."""
+
+    def keeps(self, args: tuple[Any, ...]) -> bool:
+        """Is this call never re-run?"""
+        return self.keep or (self.keep_if is not None and self.keep_if(args))
 
     def writes(self, args: tuple[Any, ...]) -> tuple[int | str, ...]:
         """The arguments that this call writes: a batch norm in evaluation mode leaves its statistics alone."""
@@ -128,6 +148,7 @@ def _make(func: Any) -> Rule:
         mutates=tuple(dict.fromkeys((*mutates, *undeclared))),
         random=compat.is_nondeterministic(func),
         keep=keep,
+        keep_if=_KEEP_IF.get(name),
         shape_only=name in _SHAPE_ONLY,
         opaque=_OPAQUE.get(name, -1),
         silent=name in _SILENT,
@@ -167,6 +188,8 @@ def may_reuse(rule: Rule, args: tuple[Any, ...], out: Any) -> bool:
     return not any(isinstance(a, torch.Tensor) and compat.storage_key(a) == key for a in args[1:])
 
 
-def nondeterministic_on(rule: Rule, device_type: str) -> bool:
-    """May re-running the op on this device give other bits?"""
-    return device_type == "cuda" and rule.name in _CUDA_ATOMICS and not torch.are_deterministic_algorithms_enabled()
+def nondeterministic_on(rule: Rule, device_type: str, reorder: bool = False) -> bool:
+    """May re-running the op on this device give other bits? With `reorder`, other ones than come from adding in another order?"""
+    if device_type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return False
+    return rule.name in _CUDA_CHOICES or (not reorder and rule.name in _CUDA_SUMS)

@@ -424,8 +424,8 @@ def _classify(graph: TrainingGraph, walk: _Walk, recorder: Recorder, first: int)
         elif storage.free - max(held, released.get(block, -1)) > _SLACK:
             held = storage.free  # something else held it to its end
             maker = graph.values[walk.value[s]].producer
-            if s in recorder.unshared and maker >= 0 and not graph.ops[maker].traits & Trait.COMPOSITE:
-                graph.ops[
-                    maker
-                ].traits |= Trait.KEEP  # it came by it in backward, as a sparse gradient does by its indices
+            given = storage.nbytes and s in recorder.unshared and maker >= 0
+            if given and not graph.ops[maker].traits & Trait.COMPOSITE:
+                # Whatever that is came by it in backward, as a sparse gradient does by its indices.
+                graph.ops[maker].traits |= Trait.KEEP
         storage.held = max(storage.held, min(held, storage.free))

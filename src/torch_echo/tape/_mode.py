@@ -293,7 +293,7 @@ class Tape(Stackable):
         """Run an op some of whose outputs the plan drops, and note its recipe."""
         rule = rule_of(func)
         writes = rule.writes(args)
-        if rule.keep or (writes and rule.rerun is None and not self._owns(writes, args, kwargs)):
+        if rule.keeps(args) or (writes and rule.rerun is None and not self._owns(writes, args, kwargs)):
             return self._keep(func, args, kwargs)
         scope = self._scope_of(args, kwargs) if self.scopes or self.gathered else None
         if scope is _NOWHERE:

@@ -284,7 +284,7 @@ class Recorder(Stackable):
         call = OpCall(
             func=func,
             rule=rule,
-            spec=spec_of(func, args, kwargs) if plain and not rule.keep else None,
+            spec=spec_of(func, args, kwargs) if plain and not rule.keeps(args) else None,
             layer=self.layers[-1][0],
             call=self.layers[-1][1],
             site=self.site(id(func), frame),
@@ -295,10 +295,10 @@ class Recorder(Stackable):
             made=[],
             mutated=[],
             regions=[],
-            keep=rule.keep
+            keep=rule.keeps(args)
             or not plain
             or any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in read)
-            or nondeterministic_on(rule, self.device.type)
+            or nondeterministic_on(rule, self.device.type, self.reorder)
             or not (self.script or self.layers[-1][0])
             or None in needs,
             scopes=self._numbered(),

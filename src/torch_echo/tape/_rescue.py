@@ -350,7 +350,9 @@ class RescueTape(Tape):
 
     def _note(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Note | None:
         """How an op runs; None if it can't be run again, or something that it reads can't be named."""
-        if rule.keep or rule.random or rule.shape_only or self.gathered:  # notes know no scopes of gathered parameters
+        if rule.keeps(args) or rule.random or rule.shape_only:
+            return None
+        if self.gathered:  # notes know no scopes of gathered parameters
             return None
         if rule.rerun is not None:
             func, args = rule.rerun(func, args)
@@ -361,7 +363,7 @@ class RescueTape(Tape):
         except _Unnameable:
             return None
         for _, t in tensors_in(args, kwargs):
-            if nondeterministic_on(rule, t.device.type):
+            if nondeterministic_on(rule, t.device.type, self.reorder):
                 return None
             break
         return Note(func, rule, tuple(named), options, next_order())
