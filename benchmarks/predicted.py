@@ -40,11 +40,12 @@ def predicted(
     overheads: Sequence[float] = OVERHEADS,
     changes: dict[str, int] | None = None,
     fill: bool = False,
+    reorder: bool = False,
 ) -> list[Record]:
     """Records of a workload: eager PyTorch, then torch-echo with each max_overhead.
 
     `memory`: bytes of the device. `fill`: with the largest batch that eager PyTorch fits into it, and torch-echo's largest batch
-    there with each overhead.
+    there with each overhead. `reorder`: torch-echo with that option.
     """
     from benchmarks.workloads import Trainer, build, size_of
     from torch_echo.prediction import Prediction, largest, predict
@@ -60,11 +61,13 @@ def predicted(
     size = asdict(size_of(workload, preset, **changes))
     if fill:
         assert memory is not None
-        batch, found = largest(make, lambda p: p.eager_peak, memory, device=device, start=size["batch"])
+        batch, found = largest(
+            make, lambda p: p.eager_peak, memory, device=device, start=size["batch"], reorder=reorder
+        )
         size["batch"] = batch or size["batch"]
     else:
         found = None
-    found = found or predict(make, device=device)
+    found = found or predict(make, device=device, reorder=reorder)
     about = {"workload": workload, "preset": preset, "device": device, "size": size, "predicted": True}
     records = [
         about | {"system": "eager", "setting": "", "peak_bytes": found.eager_peak, "seconds": found.step_seconds}
@@ -73,14 +76,16 @@ def predicted(
         plan = found.plan(max_overhead=overhead)
         record = about | {
             "system": "tape",
-            "setting": f"{overhead:g}",
+            "setting": _setting(overhead, reorder),
             "peak_bytes": plan.peak,
             "floor_bytes": plan.floor,
         }
         records.append(record | {"overhead": plan.overhead, "ratio": plan.base_peak / plan.peak})
         if fill:
             assert memory is not None
-            most, _ = largest(make, lambda p, o=overhead: peak(o, p), memory, device=device, start=size["batch"])  # type: ignore[misc]
+            most, _ = largest(
+                make, lambda p, o=overhead: peak(o, p), memory, device=device, start=size["batch"], reorder=reorder
+            )  # type: ignore[misc]
             records[-1]["largest_batch"] = most
     if memory is not None:
         for record in records:
@@ -88,9 +93,15 @@ def predicted(
     return records
 
 
+def _setting(overhead: float, reorder: bool) -> str:
+    """Of the system, as `--system` takes it."""
+    return f"max_overhead={overhead:g},reorder=true" if reorder else f"{overhead:g}"
+
+
 def ratios(records: Sequence[Record], names: Sequence[str]) -> tuple[float, float, int]:
     """Mean and maximum of eager's peak over torch-echo's within EXTRA extra time, over these workloads; how many were there."""
-    found = [r["ratio"] for r in records if r["workload"] in names and r.get("setting") == f"{EXTRA:g}"]
+    settings = {_setting(EXTRA, reorder) for reorder in (False, True)}
+    found = [r["ratio"] for r in records if r["workload"] in names and r.get("setting") in settings]
     return (statistics.mean(found), max(found), len(found)) if found else (0.0, 0.0, 0)
 
 
@@ -99,6 +110,7 @@ def _one(name: str, args: argparse.Namespace) -> list[Record]:
     given = [f"--size={k}={v}" for k, v in args.changes.items()] + [f"--max-overhead={o:g}" for o in args.overheads]
     given += [f"--device-memory={args.memory}"] if args.memory is not None else []
     given += ["--fill"] if args.fill else []
+    given += ["--reorder"] if args.reorder else []
     command = [sys.executable, "-m", "benchmarks.predicted", "--one", "--workload", name, "--preset", args.preset]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ECHO": "", "KINETO_LOG_LEVEL": "99"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
@@ -183,6 +195,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-overhead", action="append", type=float, metavar="FRACTION", help="0.05 and 0.15")
     parser.add_argument("--size", action="append", default=[], metavar="FIELD=N", help="another than the preset's")
     parser.add_argument("--fill", action="store_true", help="with the largest batches that fit (slow)")
+    parser.add_argument("--reorder", action="store_true", help="torch-echo with that option")
     parser.add_argument("--jobs", type=int, default=1, help="workloads at a time")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures here")
     parser.add_argument(
@@ -217,7 +230,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         (name,) = args.workload
         json.dump(
-            predicted(name, args.preset, args.device, args.memory, args.overheads, args.changes, args.fill), sys.stdout
+            predicted(
+                name, args.preset, args.device, args.memory, args.overheads, args.changes, args.fill, args.reorder
+            ),
+            sys.stdout,
         )
         print()
         return
