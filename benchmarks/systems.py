@@ -42,7 +42,7 @@ QUICK = ("eager", "tape", "hand", "library")
 DEFAULT = 0.05
 """max_overhead where nothing is set."""
 _FIRST: tuple[tuple[str, tuple[float, ...]], ...] = (
-    ("tape", (DEFAULT, 0.15)),
+    ("tape", (DEFAULT, 0.15, 0.5)),
     ("hand", ()),
     ("library", ()),
     ("compile", ()),
@@ -51,7 +51,7 @@ _FIRST: tuple[tuple[str, tuple[float, ...]], ...] = (
 _THEN: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("budget", (0.5,)),
     ("echo", (0.15,)),
-    ("tape", (0.3, 0.5, 0.2)),
+    ("tape", (0.3, 0.2)),
     ("budget", (0.2,)),
     ("paper", ()),
     ("echo", (0.3,)),
@@ -116,7 +116,9 @@ def cases(workload: Workload, *, quick: bool = False, every: bool = False) -> It
         elif system == "library":
             yield from [Case("library")] if workload.checkpointing else []
         else:
-            yield from (Case(system, f"{x:g}") for x in settings) if settings else [Case(system)]
+            yield from (
+                (Case(system, f"{x:g}") for x in settings[: 2 if quick else None]) if settings else [Case(system)]
+            )
 
 
 @dataclass
