@@ -155,7 +155,7 @@ def check(step: Callable[[], Any], **options: Any) -> Comparison:
                 break
         if session.plan is None or session.phase is Phase.OFF:
             raise CaptureError(f"the step could not be planned{_reasons(session)}")
-        state = TrainingState(session.models(), session.optimizers(), session.device)
+        state = TrainingState(list(session.trained.roots().values()), session.trained.optimizers(), session.device)
         runs = []
         for _ in range(2):
             with session.paused():

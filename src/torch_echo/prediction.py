@@ -216,7 +216,7 @@ class _Recording(Session):
         for node, call in calls:
             seconds[node] = seconds.get(node, 0.0) + cost.seconds(call.func, call.spec)
         nodes = {node: s for node, s in seconds.items() if 0 <= node < _NODES}
-        graph = build(recorder, cost, self._optimizer_states(), nodes)
+        graph = build(recorder, cost, self.trained.optimizer_states(self.device), nodes)
         cost.save()
         graph.step_seconds = busy = sum(seconds.values())
         graph.meta |= {"device": self._target, "predicted": "yes"}

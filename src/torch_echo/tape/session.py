@@ -16,7 +16,6 @@ one iteration.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import threading
@@ -35,13 +34,12 @@ from torch_echo import compat
 from torch_echo._script import script_line
 from torch_echo.cost import clock, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, DifferenceFound, TorchEchoError, UnsupportedDevice
-from torch_echo.footprint import replay
-from torch_echo.graph import Kind, TrainingGraph
+from torch_echo.graph import TrainingGraph
 from torch_echo.options import Options
 from torch_echo.planning import Plan, plan
 from torch_echo.report.comparison import Comparison
 from torch_echo.report.explanation import Explanation
-from torch_echo.report.summary import KindSummary, Summary, rebuilt_by_layer
+from torch_echo.report.summary import Summary
 from torch_echo.tape import _entry
 from torch_echo.tape._build import build
 from torch_echo.tape._check import Check, CheckedTape
@@ -59,6 +57,8 @@ from torch_echo.tape._record import PeakMeter, Recorder
 from torch_echo.tape._rescue import RescueTape
 from torch_echo.tape._scope import Gathered, Scope
 from torch_echo.tape._stack import alone
+from torch_echo.tape._summary import explanation_of, summarize
+from torch_echo.tape._trained import Trained
 from torch_echo.units import format_bytes
 
 __all__ = ["Phase", "Session"]
@@ -144,10 +144,9 @@ class Session:
         self.kinds = Kinds()
         self.unhandled: list[tuple[str, str, str]] = []
         self.device: torch.device | None = None
-        self._roots: dict[str, weakref.ref[torch.nn.Module]] = {}
+        self.trained = Trained()
         self._sharded: list[weakref.ref[torch.nn.Module]] = []
         """Modules whose parameters are gathered in each call (see ``_scope``)."""
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._local = _Local(self.options.reorder)
         self._recorder: Recorder | None = None
         self._thread: threading.Thread | None = None
@@ -245,14 +244,6 @@ class Session:
         self._finish_iteration()
         self._raise_failure()
 
-    def models(self) -> list[torch.nn.Module]:
-        """The root modules that are there."""
-        return [m for ref in self._roots.values() if (m := ref()) is not None]
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that have stepped."""
-        return list(self._optimizers)
-
     def compare_next(self) -> None:
         """Compare the next iteration under a plan with plain PyTorch, as the option `check` does."""
         self._check_due = True
@@ -271,15 +262,7 @@ class Session:
     def explanation(self) -> Explanation | None:
         """Graph, plan and footprints, for printing; None before a plan is made. Of several kinds of iteration that which takes the
         most memory comes first, with the others in `others`."""
-        made = [
-            Explanation(
-                kind.graph, kind.plan, replay(kind.graph), replay(kind.graph, kind.plan.dropped), kind.name, kind.seen
-            )
-            for kind in self.kinds.planned
-            if kind.graph is not None and kind.plan is not None
-        ]
-        made.sort(key=lambda e: -e.plan.base_peak)
-        return dataclasses.replace(made[0], others=tuple(made[1:])) if made else None
+        return explanation_of(self.kinds.planned)
 
     def summary(self) -> Summary:
         """What the session did."""
@@ -292,47 +275,12 @@ class Session:
             s.unhandled += [
                 (f"rank {rank}: {what}", why, where) for what, why, where in notes if (what, why) not in mine
             ]
-        plans = [(k, k.graph, k.plan) for k in self.kinds.planned if k.graph is not None and k.plan is not None]
-        if not plans:
-            return s
-        if any(k.measured_peak is not None for k, _, _ in plans):
-            s.measured_peak = max(p.peak if k.measured_peak is None else k.measured_peak for k, _, p in plans)
-        s.eager_peak, s.predicted_peak = max(p.base_peak for _, _, p in plans), max(p.peak for _, _, p in plans)
-        s.base_bytes = max(
-            sum(
-                t.nbytes
-                for t in graph.storages
-                if t.alloc < 0 and t.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.BUFFER)
-            )
-            for _, graph, _ in plans
-        )
-        steps = sum(k.seen for k, _, _ in plans)
-        s.extra_seconds = sum(k.seen * p.extra_seconds for k, _, p in plans) / steps
-        s.step_seconds = sum(k.seen * p.step_seconds for k, _, p in plans) / steps
-        s.rebuilt = rebuilt_by_layer([(graph, p.dropped) for _, graph, p in plans])
-        if len(plans) > 1:
-            s.kinds = [
-                KindSummary(
-                    name=k.name,
-                    steps=k.seen,
-                    measured_peak=k.measured_peak,
-                    eager_peak=p.base_peak,
-                    predicted_peak=p.peak,
-                    extra_seconds=p.extra_seconds,
-                    step_seconds=p.step_seconds,
-                )
-                for k, _, p in plans
-            ]
+        summarize(s, self.kinds.planned)
         return s
 
     # --- modules -----------------------------------------------------------------------------------------------------
 
     def _add_root(self, model: torch.nn.Module) -> None:
-        name = type(model).__name__
-        number = 2
-        while name in self._roots and self._roots[name]() is not None:
-            name = f"{type(model).__name__}#{number}"
-            number += 1
         device = next((p.device for p in model.parameters()), None)
         if any(compat.is_flat_sharded(module) for module in model.modules()):
             raise CaptureError(
@@ -345,7 +293,7 @@ class Session:
                 self.device = device
                 if device.type == "cpu":
                     keep_heap()  # now, so that the steps before the plan, which tell how long a step takes, are like those after it
-        self._roots[name] = weakref.ref(model)
+        name = self.trained.add(model)
         self._add_modules(name, model)
         if any(compat.is_sharded(module) for module in model.modules()):
             self._find_sharded()
@@ -709,35 +657,6 @@ class Session:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _known(self) -> dict[int, tuple[Kind, str]]:
-        """Kind and layer of the storages that exist before a step, by storage key."""
-        known: dict[int, tuple[Kind, str]] = {}
-        for name, ref in self._roots.items():
-            model = ref()
-            if model is None:
-                continue
-            for path, p in model.named_parameters():
-                layer = ".".join([name, *path.split(".")[:-1]])
-                for kind, t in ((Kind.PARAMETER, p), (Kind.GRADIENT, p.grad if p.is_leaf else None)):
-                    for part in compat.parts_of(t) if t is not None else ():
-                        known[compat.storage_key(part)] = (kind, layer)
-            for path, b in model.named_buffers():
-                for part in compat.parts_of(b):
-                    known[compat.storage_key(part)] = (Kind.BUFFER, ".".join([name, *path.split(".")[:-1]]))
-        for t in self._optimizer_states():
-            known[compat.storage_key(t)] = (Kind.OPTIMIZER_STATE, "")
-        return known
-
-    def _optimizer_states(self) -> list[torch.Tensor]:
-        return [
-            part
-            for optimizer in self.optimizers()
-            for state in optimizer.state.values()
-            for t in state.values()
-            if isinstance(t, torch.Tensor) and t.device == self.device
-            for part in compat.parts_of(t)
-        ]
-
     def _lean(self) -> bool:
         """Must steps without a plan be spared memory too? They drop what a simple rule says (see ``_online``), at the
         price of an estimated baseline."""
@@ -760,7 +679,7 @@ class Session:
         """This thread's tape for what has no plan."""
         local = self._local
         if local.online is None:
-            local.online = OnlineTape(set(self._known()), self._the_limit(), self._out_of_memory)
+            local.online = OnlineTape(set(self.trained.known(self.device)), self._the_limit(), self._out_of_memory)
             local.online.gathered = Gathered(self._sharded)
         return local.online
 
@@ -833,11 +752,9 @@ class Session:
         if compat.profiler_running():
             self._note("planning", "waits: a profiler of the script's is running", once=True)
             return
-        for name, ref in list(self._roots.items()):
-            model = ref()
-            if model is not None:
-                self._add_modules(name, model)  # those put into it since
-        known = self._known()
+        for name, model in self.trained.roots().items():
+            self._add_modules(name, model)  # those put into it since
+        known = self.trained.known(self.device)
         self._find_sharded()
         tape: Tape | None = None
         tables = None
@@ -849,7 +766,7 @@ class Session:
             self.device, known, tape, tables, self._watch_all, self.options.reorder, Gathered(self._sharded)
         )
         self._thread = threading.current_thread()
-        self._recorder.start(self._gradients(), self._optimizer_states())
+        self._recorder.start(self.trained.gradients(), self.trained.optimizer_states(self.device))
         kind.records += 1
         self._recordings += 1
         self.ranks.begin(self._recordings)
@@ -908,7 +825,7 @@ class Session:
         """The training graph of the iteration that was recorded."""
         assert self.device is not None
         cost = get_cost_model(self.options.cost, self.device)
-        graph = build(recorder, cost, self._optimizer_states())
+        graph = build(recorder, cost, self.trained.optimizer_states(self.device))
         cost.save()
         graph.rerun_overhead = RERUN_SECONDS
         if self.device.type == "cpu":
@@ -979,7 +896,7 @@ class Session:
             return
         assert self.device is not None
         self._thread = threading.current_thread()
-        self._meter = PeakMeter(self.device, self._gradients())
+        self._meter = PeakMeter(self.device, self.trained.gradients())
 
     def _stop_check(self, kind: StepKind | None) -> None:
         """Compare the measured peak with the plan's; a plan that is off is made again, once, on a newly recorded step. `kind`: what
@@ -1028,15 +945,6 @@ class Session:
         if not self.comparison.equal:
             why = f"step {self.comparison.iteration} differs from plain PyTorch: {self.comparison.differences[0]}"
             self._give_up(why, DifferenceFound(why))
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [
-            part
-            for m in self.models()
-            for p in m.parameters()
-            if p.is_leaf and p.grad is not None
-            for part in compat.parts_of(p.grad)
-        ]
 
     def _find_sharded(self) -> None:
         """A model may have been sharded after it was taken in."""
@@ -1100,7 +1008,7 @@ class Session:
     def rehearse(self, backward: Callable[[list[torch.Tensor]], Any]) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
         if self._check is not None and threading.current_thread() is self._thread and not self._local.depth:
-            leaves = [p for m in self.models() for p in m.parameters() if p.requires_grad and p.is_leaf]
+            leaves = self.trained.leaves()
             self._check.rehearse(backward, list({id(p): p for p in leaves}.values()))
 
     def after_backward(self, state: Any) -> None:
@@ -1127,7 +1035,7 @@ class Session:
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        self._optimizers.add(optimizer)
+        self.trained.stepped(optimizer)
         if not self._local.depth:
             self._close_script()
         if self._running and not self._elsewhere() and self._over(begins=False):
