@@ -1,7 +1,7 @@
 """One plan for batches of many lengths: ``python -m benchmarks.lengths``.
 
 The translation model is planned on batches of length 30; the plan then serves batches of other lengths, beside plans made for
-each of these.
+each of these. ``--epoch N``: N batches of random lengths instead, and what planning again for longer ones holds up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
+import time
 from typing import Any
 
 import torch
@@ -62,15 +64,51 @@ def case(length: int, planned: int, overhead: float, rounds: int) -> dict[str, A
     return {"echo": peak(step), "eager": peak(eager), "equal": equal, "ratio": statistics.median(found)}
 
 
+def epoch(batches: int, overhead: float) -> dict[str, Any]:
+    """Seconds of so many steps on batches of random lengths after one of length 30, and seconds of these by which steps that were
+    recorded or planned took longer than others of their length; `first`: those of the first plan, which any length needs."""
+    workload = build("example_nmt", length=PLANNED)
+    trainer = Trainer(workload)
+    inputs = {length: build("example_nmt", length=length).inputs for length in range(LENGTHS[0], LENGTHS[-1] + 1, 4)}
+    events: list[str] = []
+    session = Session(Options(max_overhead=overhead), name="lengths", on_event=events.append)
+    session.watch(workload.module)
+    rng = random.Random(0)
+    steps: list[tuple[int, float, bool]] = []
+    while len(steps) < batches or session.phase is Phase.RECORD:
+        length = PLANNED if not session.kinds.planned else rng.choice(list(inputs))
+        trainer.inputs = inputs.get(length, workload.inputs)
+        seen, began = len(events), time.perf_counter()
+        trainer.step()
+        steps.append((length, time.perf_counter() - began, len(events) > seen or session.phase is Phase.RECORD))
+    usual = {n: statistics.median([t for m, t, slow in steps if m == n and not slow] or [0.0]) for n, _, _ in steps}
+    late = [t - usual[n] for n, t, slow in steps if slow]
+    plans = sum("planned" in event for event in events)
+    return {
+        "steps": len(steps), "seconds": sum(t for _, t, _ in steps), "plans": plans,
+        "first": late[0] if late else 0.0, "again": sum(late[1:]), "longest": max(late[1:], default=0.0),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__)
     parser.add_argument("--max-overhead", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--epoch", type=int, metavar="N", help="N batches of random lengths instead")
     parser.add_argument("--case", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
         print(json.dumps(case(*args.case, args.max_overhead, args.rounds)))
+        return
+    if args.epoch:
+        torch.set_num_threads(1)
+        found = epoch(args.epoch, args.max_overhead)
+        share = found["again"] / found["seconds"]
+        print(
+            f"{found['steps']} steps in {found['seconds']:.0f} s, {found['plans']} plans; beside their steps, the first took "
+            f"{found['first']:.1f} s, the others {found['again']:.1f} s ({share:.1%}), {found['longest']:.1f} s at most"
+        )
         return
     table = Table("length", f"plan made at {PLANNED}", "plan made at this length", "step time", "step time")
     for length in LENGTHS:
