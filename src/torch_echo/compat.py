@@ -781,6 +781,8 @@ def on_kernel(handler: Callable[..., Any]) -> Any:
 
     Not for views: what C++ makes parameters from must not have been seen by Python.
     """
+    for made in _other_kernels:
+        made._destroy()
     library = torch.library.Library("_", "IMPL")
     library.fallback(handler, "Fake")
     views = torch.library.Library("aten", "IMPL", "Fake")
@@ -791,6 +793,37 @@ def on_kernel(handler: Callable[..., Any]) -> Any:
 
 def without_kernels() -> Any:
     """Context: this thread, and backward passes that it starts, call what :func:`on_kernel` was given instead of kernels."""
+    return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
+
+
+_other_kernels: list[torch.library.Library] = []
+
+
+def kernels_replaceable() -> bool:
+    """May :func:`other_kernels` be called? Not in a process in which :func:`on_kernel` was."""
+    return not on_kernel.cache_info().currsize
+
+
+def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Context: on this thread the kernels of the ops of these names (``mm``) are these functions. Autograd has seen the op by then,
+    and sees nothing of what they call; within them, the ops are as ever. Other ops go straight to their kernels. Those functions
+    that are given first stay for the life of the process."""
+    if not _other_kernels:
+
+        def usual(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_KERNELS)):
+                    return function(*args, **kwargs)
+
+            return call
+
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, "Fake")
+        library = torch.library.Library("aten", "IMPL", "Fake")
+        for name, function in functions.items():
+            library.impl(name, usual(function))
+        _other_kernels.extend((others, library))
     return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
 
 
