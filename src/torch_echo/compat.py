@@ -824,7 +824,10 @@ def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
         for name, function in functions.items():
             library.impl(name, usual(function))
         _other_kernels.extend((others, library))
-    return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
+    key = torch._C.DispatchKeySet(_BEFORE_KERNELS)
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include | key, exclude - key)
 
 
 _BEFORE_AUTOGRAD = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")

@@ -10,21 +10,27 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from torch_echo.graph import TrainingGraph, Trait
 from torch_echo.options import Options
-from torch_echo.tape import _build, _layer
+from torch_echo.tape import _build, _gates, _layer
 from torch_echo.tape._gates import Products
+from torch_echo.tape.session import Session
 
 from .harness import (
     Case,
     Choice,
     ForcedSession,
     Trace,
-    check_footprint,
+    check_same,
+    compare,
     everything,
+    forced,
+    leaked,
     legal,
     randomly,
+    tape_objects,
     train,
 )
 
@@ -145,21 +151,29 @@ def check_close(expected: Trace, got: Trace, dtype: Any = np.float64, tolerance:
     assert all(np.array_equal(a, b) for a, b in zip(expected.rng, got.rng, strict=True))
 
 
-def run(made: Case, choose: Choice, expected: Trace, tolerance: float = 0.005) -> ForcedSession:
-    """Train under a forced plan; gradients, peaks, and the number of re-run ops."""
+def run(made: Case, choose: Choice, expected: Trace, slack: float = 0.03) -> ForcedSession:
+    """Train under a forced plan; gradients, the peak (at most `slack` below what is planned), and the number of re-run ops."""
     session = ForcedSession(choose, Options(cost="analytic", reorder=True))
     got = train(made, session)
     check_close(expected, got)
     assert session.plan is not None
-    check_footprint(session, tolerance)
-    assert got.reruns[2:] == [len(session.plan.rerun)] * 3
+    assert session.graph is not None
+    for measured, planned in session.checks:
+        rise = planned - session.graph.start_bytes
+        assert -slack * rise <= measured - planned <= 0.01 * rise, f"{measured - planned:+d} bytes of {rise}"
+    assert set(got.reruns[2:]) <= {0, got.reruns[-1]}  # none in a step that is recorded once more
+    assert got.reruns[-1] == len(session.plan.rerun)
     return session
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("choose", [inner, outer, everything, pytest.param(randomly(3), id="half")])
+@pytest.mark.parametrize("choose", [inner, outer, everything])
 def test_variants(name: str, choose: Choice, products: list[bool]) -> None:
-    session = run(CASES[name], choose, plain(name))
+    """Gradients up to rounding, draws the same, peaks as planned; all is rebuilt by products over many steps."""
+    # Outputs that others than the layer's inside need are planned for as if one re-run made both.
+    session = run(
+        CASES[name], choose, plain(name), 0.15 if choose is everything else 0.03 if choose is not inner else 0.005
+    )
     assert session.graph is not None
     ops = insides(session.graph)
     assert len(ops) == CASES[name].build().rnn.num_layers
@@ -169,3 +183,223 @@ def test_variants(name: str, choose: Choice, products: list[bool]) -> None:
         assert session.plan is not None
         assert session.plan.rerun == ops[::-1]
         assert len(products) == 3 * len(ops)
+
+
+@pytest.mark.parametrize("name", ["gru-unsaved", "lstm-unsaved-first"])
+def test_one_run_for_output_and_inside(name: str, products: list[bool]) -> None:
+    """Where nothing else needs the output and it is not there, the layer is run again once, and does not take longer than ever."""
+    session = run(CASES[name], outer, plain(name), 0.005)
+    assert not products
+    assert session.graph is not None
+    assert session.plan is not None
+    layer, rest = (session.graph.ops[o] for o in sorted(session.plan.rerun))
+    assert layer.seconds == pytest.approx(rest.seconds)  # half of it each
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_time_of_a_step(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only rebuilds is no part of a step; and a rebuild that takes as long as the layer is not worth an op."""
+    made = case(nn.GRU, saved=saved)
+    graphs = []
+    for share in (1.0, 0.5):
+        monkeypatch.setattr(_build, "rebuild_seconds", lambda cost, f, spec, s=share: s * cost.seconds(f, spec))
+        session = ForcedSession(inner, Options(cost="analytic", reorder=True))
+        train(made, session)
+        assert session.graph is not None
+        graphs.append(session.graph)
+    layers = [[op.seconds for op in graph.ops if op.traits & Trait.COMPOSITE] for graph in graphs]
+    assert len(layers[0]) == 1
+    (whole,) = layers[0]
+    assert layers[1] == pytest.approx([whole, whole / 2] if saved else [whole / 2, whole / 2])
+
+
+def test_without_reorder() -> None:
+    """To the bit, as ever."""
+    session = compare(CASES["gru-2-dropout-state"], everything, plain=plain("gru-2-dropout-state"))
+    assert session.graph is not None
+    assert not insides(session.graph)
+
+
+def test_products_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the rebuild of 300 steps, a few dozen products instead of 300."""
+    model = Net(lambda: nn.GRU(WIDTH, 16), True, False, torch.float64)
+    counts = []
+    mm = torch.addmm
+    monkeypatch.setattr(_gates.torch, "addmm", lambda *a, **k: counts.append(len(a[1])) or mm(*a, **k))
+    with forced(model, inner, reorder=True) as session:
+        for _ in range(4):
+            counts.clear()
+            model(torch.randn(120, BATCH, WIDTH, dtype=torch.float64)).backward()
+        assert session.plan is not None
+    steps = [n // BATCH for n in counts if n % BATCH == 0 and n != 120 * BATCH]
+    assert sum(steps) == 120
+    assert len(steps) < 12
+
+
+STRETCHED = {
+    "gru": case(nn.GRU, num_layers=2, dropout=0.2),
+    "gru-both-unsaved": case(nn.GRU, saved=False, bidirectional=True, state=True),
+    "gru-both-2": case(nn.GRU, bidirectional=True, num_layers=2),
+    "lstm-projected-first": case(nn.LSTM, proj_size=8, batch_first=True, state=True),
+    "rnn-both-first": case(nn.RNN, bidirectional=True, batch_first=True, num_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+@pytest.mark.parametrize("choose", [inner, everything, pytest.param(randomly(2), id="half")])
+def test_stretches(name: str, choose: Choice, products: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stretch has its states from the whole layer's output, or from its own where nobody else needs that."""
+    monkeypatch.setattr(_layer, "STRETCH", 6)
+    monkeypatch.setattr(_layer, "_FEWEST_STEPS", 4)
+    made = STRETCHED[name]
+    session = run(made, choose, train(made), 0.3)
+    assert session.graph is not None
+    rnn = made.build().rnn
+    ops = insides(session.graph)
+    assert len(ops) == 2 * rnn.num_layers * (1 + rnn.bidirectional)
+    assert all(products)
+    if choose is inner:
+        assert len(products) == 3 * len(ops)
+
+
+@pytest.mark.parametrize("choose", [inner, outer, everything])
+@pytest.mark.parametrize("later", [False, True])
+def test_outputs_written_to(choose: Choice, later: bool) -> None:
+    """In the planned step, or only in later ones: the rebuild reads what was there before."""
+
+    class Writes(Net):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            out, _ = self.rnn(x)
+            if not later or self.steps > 3:
+                out.mul_(3.0)
+            result: Tensor = (out + 1).sigmoid().mean()
+            return result
+
+    made = Case(lambda: Writes(lambda: nn.GRU(WIDTH, 16), False, False, torch.float64), step)
+    session = ForcedSession(choose, Options(cost="analytic", reorder=True))
+    check_close(train(made), train(made, session))
+    assert session.plan is not None
+
+
+def test_outputs_written_to_unseen(products: list[bool]) -> None:
+    """Where the tape does not see it, the layer is run again."""
+
+    class Returns(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.rnn(x)[0]
+            return out
+
+    def write(model: Returns, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+        optimizer.zero_grad()
+        torch.manual_seed(i)
+        out = model(torch.randn(STEPS, BATCH, WIDTH, dtype=torch.float64))
+        loss = (out + 1).mean()
+        with torch.no_grad():
+            if i == 3:
+                out.zero_()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    made = Case(lambda: Returns(lambda: nn.GRU(WIDTH, 16), False, False, torch.float64), write)
+    session = ForcedSession(inner, Options(cost="analytic", reorder=True))
+    check_close(train(made), train(made, session))
+    assert len(products) == 2
+
+
+def test_other_calls_than_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are not recognised: the layer is run again, to the bit."""
+    made = CASES["gru-both-first"]
+    session = ForcedSession(inner, Options(cost="analytic", reorder=True))
+    monkeypatch.setattr(_gates._Direction, "fits", lambda self, left, right: False)
+    monkeypatch.setattr(_layer, "of_outputs", lambda func, args: True)
+    got = train(made, session)
+    assert session.graph is not None
+    check_same(plain("gru-both-first"), got)
+
+
+def test_taken_apart_by_hand() -> None:
+    """Weights that both directions share can't be told apart; packed sequences are not rebuilt from outputs."""
+
+    def shared() -> nn.GRU:
+        rnn = nn.GRU(WIDTH, 16, bidirectional=True)
+        rnn.weight_hh_l0_reverse = rnn.weight_hh_l0
+        return rnn
+
+    class Packed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, torch.arange(BATCH, 0, -1) * 2)
+            result: Tensor = self.rnn(packed)[0].data.sigmoid().mean()
+            return result
+
+    for made in (
+        Case(lambda: Net(shared, False, False, torch.float64), step),
+        Case(lambda: Packed(lambda: nn.GRU(WIDTH, 16), False, False, torch.float64), step),
+    ):
+        session = ForcedSession(everything, Options(cost="analytic", reorder=True))
+        check_same(train(made), train(made, session))
+        assert session.graph is not None
+        assert any(op.traits & Trait.COMPOSITE for op in session.graph.ops)
+        assert not insides(session.graph)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_retained_graph(saved: bool) -> None:
+    """Twice backward, and second derivatives."""
+
+    def twice(model: Net, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+        optimizer.zero_grad()
+        torch.manual_seed(i)
+        x = torch.randn(STEPS, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+        loss = model(x) + model(x.flip(0))
+        loss.backward(retain_graph=True)
+        (again,) = torch.autograd.grad(loss, x, create_graph=True)
+        again.square().sum().backward()
+        optimizer.step()
+        return loss.detach()
+
+    made = case(nn.GRU, saved=saved, run=twice)
+    expected = train(made)
+    for choose in (inner, outer):
+        check_close(expected, train(made, ForcedSession(choose, Options(cost="analytic", reorder=True))))
+
+
+def test_longer_than_planned_and_nothing_left() -> None:
+    """A plan is by layer. What the tape holds goes with the graph, though outputs are among what it holds."""
+    torch.manual_seed(0)
+    model, other = (Net(lambda: nn.GRU(WIDTH, 16, 2), True, False, torch.float64) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    before = len(tape_objects())
+    with forced(model, inner, reorder=True) as session:
+        for steps in (10, 10, 10, 14, 9, 30):
+            x = torch.randn(steps, BATCH, WIDTH, dtype=torch.float64)
+            for m in (model, other):
+                m.zero_grad()
+                m(x).backward()
+            for a, b in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-14)
+        assert session.plan is not None
+        del x, m
+        model(torch.randn(10, BATCH, WIDTH, dtype=torch.float64))  # without a backward pass
+        assert leaked(lambda: model(torch.randn(10, BATCH, WIDTH, dtype=torch.float64))) == 0
+    assert len(tape_objects()) == before
+
+
+def test_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real durations: products with large weights and few rows take several times as long as one of all rows."""
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GRU(8, 1024))
+    session = Session(Options(max_overhead=1e3, cost="measured", reorder=True))
+    session.watch(model)
+    try:
+        for _ in range(4):
+            model(torch.randn(24, 4, 8))[0].square().mean().backward()
+        assert session.graph is not None
+        (rest,) = insides(session.graph)
+        assert session.graph.ops[rest].seconds < 0.9 * session.graph.ops[rest - 1].seconds
+    finally:
+        session.close()

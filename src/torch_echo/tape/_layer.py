@@ -27,7 +27,7 @@ from torch_echo import compat
 from torch_echo.cost import Literal, OpSpec, spec_of
 from torch_echo.rules import Rule
 from torch_echo.tape._gates import Part, Products, rebuildable, saving
-from torch_echo.tape._recipe import NO_KWARGS, Recipe, Slot, tensors_in
+from torch_echo.tape._recipe import NO_KWARGS, Leaf, Recipe, Slot, tensors_in
 
 __all__ = [
     "GatesRecipe",
@@ -325,7 +325,13 @@ class GatesRecipe(LayerRecipe):
         self.part: Part | None = None
         """Where in that output its own lies."""
 
-    def read(self, output: Any, part: Part) -> None:
+    def run(self, keep: bool) -> None:
+        """See :class:`Recipe`. Where the script has overwritten the output unseen, the layer is run again all the same."""
+        if self.args and type(self.args[-1]) is Leaf and not self.args[-1].current():
+            self.read(None, None)
+        super().run(keep)
+
+    def read(self, output: Any, part: Part | None) -> None:
         """The output is there, as an argument of a recipe."""
         self.args = (*self.args[:-1], output)
         self.part = part
