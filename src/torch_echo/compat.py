@@ -774,21 +774,34 @@ _VIEWS = (
 )  # fmt: skip
 
 
-@functools.cache
-def on_kernel(handler: Callable[..., Any]) -> Any:
+_handler: list[torch.library.Library] = []
+_other_kernels: list[torch.library.Library] = []
+
+
+def on_kernel(handler: Callable[..., Any]) -> None:
     """Have `handler` called in place of each kernel, with the op's overload and its arguments, wherever :class:`without_kernels` is
-    on. Stays for the life of the process.
+    on. Until :func:`off_kernel`.
 
     Not for views: what C++ makes parameters from must not have been seen by Python.
     """
-    for made in _other_kernels:
-        made._destroy()
+    _destroy(_other_kernels)
     library = torch.library.Library("_", "IMPL")
     library.fallback(handler, "Fake")
     views = torch.library.Library("aten", "IMPL", "Fake")
     for name in _VIEWS:
         views.impl(name, torch.library.fallthrough_kernel)
-    return library, views
+    _handler.extend((library, views))
+
+
+def off_kernel() -> None:
+    """The end of :func:`on_kernel`."""
+    _destroy(_handler)
+
+
+def _destroy(libraries: list[torch.library.Library]) -> None:
+    for library in libraries:
+        library._destroy()
+    libraries.clear()
 
 
 def without_kernels() -> Any:
@@ -796,18 +809,15 @@ def without_kernels() -> Any:
     return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
 
 
-_other_kernels: list[torch.library.Library] = []
-
-
 def kernels_replaceable() -> bool:
-    """May :func:`other_kernels` be called? Not in a process in which :func:`on_kernel` was."""
-    return not on_kernel.cache_info().currsize
+    """May :func:`other_kernels` be called? Not while :func:`on_kernel` has the key."""
+    return not _handler
 
 
 def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
     """Context: on this thread the kernels of the ops of these names (``mm``) are these functions. Autograd has seen the op by then,
-    and sees nothing of what they call; within them, the ops are as ever. Other ops go straight to their kernels. Those functions
-    that are given first stay for the life of the process."""
+    and sees nothing of what they call; within them, the ops are as ever. Other ops go straight to their kernels. They are
+    the same in all calls."""
     if not _other_kernels:
 
         def usual(function: Callable[..., Any]) -> Callable[..., Any]:
