@@ -78,12 +78,15 @@ def build(
     cost: CostModel | None = None,
     states: Iterable[torch.Tensor] = (),
     node_seconds: Mapping[int, float] | None = None,
+    apart: bool = True,
 ) -> TrainingGraph:
     """The training graph of the iteration that `recorder` watched. `states`: what optimizers keep; made in this iteration, it is
     there from the start in all later ones.
 
     Ops get the seconds of `cost`, or what they took while watched; autograd's nodes those of `node_seconds`, by sequence number, or
-    what they took. Raises CaptureError if marks and allocations don't match.
+    what they took. `apart`: may what is inside recurrent layers be ops of their own?
+
+    Raises CaptureError if marks and allocations don't match.
     """
     memory, host, nodes = recorder.events()
     marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
@@ -159,13 +162,13 @@ def build(
                 _pack(walk, recorder, i)
             packed.clear()
             layer = mark.payload.outputs
-            if cost is not None and layer is not None:
+            if apart and cost is not None and layer is not None:
                 walk.ops[id(mark.payload)] = inside
                 if layer.output not in saved:
                     begun += _set_apart(walk, layer, [mark.payload], Inside.OWN, tick, cost)
             inside = None
         elif mark.what == "layer":
-            if cost is not None and mark.payload.output in saved:
+            if apart and cost is not None and mark.payload.output in saved:
                 begun += _set_apart(walk, mark.payload, mark.payload.calls, Inside.WHOLE, tick, cost)
         elif mark.what == "pack":
             saves[mark.payload].pack = tick
@@ -272,8 +275,8 @@ def _set_apart(
     """Make the inside of a layer's calls ops of their own, which read outputs too, if that takes less time than running the calls
     again. Returns the calls for which it did.
 
-    Where autograd saves the layer's output, who rebuilds both runs the layer for the output, and then this. Else nothing but this
-    needs a call's own output, and one run of the call makes both: the call is left with the rest of its time.
+    They read the layer's output where autograd saves that, else their own: then nobody else may want it. Rebuilding outputs and
+    inside is then two runs.
     """
     graph = walk.graph
     specs = [call.spec for call in layer.calls if call.spec is not None]
@@ -292,31 +295,27 @@ def _set_apart(
             continue  # a rebuild would have to hold what is gone in this step
         site = (*call.site[:-1], call.site[-1] + inside)
         rest = _new_op(walk, call, f"{op.name} (inside)", site, tick, reads, op.traits)
-        made_by = [v for v in op.writes if v not in set(made)]
-        rest.writes, op.writes = tuple(made), tuple(made_by)
+        outputs = [v for v in op.writes if v not in set(made)]
+        rest.writes, op.writes = tuple(made), tuple(outputs)
         for v in made:
             graph.values[v].producer = len(graph.ops) - 1
         rest.seconds = rest.reuse_seconds = rebuild[call.spec]
-        if inside is Inside.OWN:
-            op.seconds = op.reuse_seconds = max(0.0, op.seconds - rest.seconds)
-        else:
-            walk.beside += rest.seconds
-        sizes = (graph.nbytes(made_by[0]), sum(map(graph.nbytes, made_by)), sum(map(graph.nbytes, made)))
-        op.workspace, rest.workspace = _workspaces(op, call.spec, *sizes, inside)
+        walk.beside += rest.seconds
+        op.workspace, rest.workspace = _workspaces(
+            op, call.spec, graph.nbytes(outputs[0]), sum(graph.nbytes(v) for v in outputs)
+        )
         done.append(call)
     return done
 
 
-def _workspaces(op: Op, spec: OpSpec, output: int, outputs: int, made: int, inside: Inside) -> tuple[int, int]:
-    """Of a layer's call, and of the rebuild of its inside (`made` bytes) from the output. `op` has that of the whole call."""
+def _workspaces(op: Op, spec: OpSpec, output: int, outputs: int) -> tuple[int, int]:
+    """Of a layer's call that is run again for its outputs, and of the rebuild of its inside. `op` has that of the whole call."""
     directions, steps = shape_of(spec)
     # At its peak a call joins the states of all steps, of each direction and then of both, and has not made the last states yet.
     given = op.workspace + outputs - directions * output  # to the gates, by the input of all steps
     # Nothing is joined in the rebuild. The product of one step is there beside what is inside, unless that is the gates.
     rest = given + (output // (directions * steps) if op.name.startswith("aten::rnn") else 0)
-    if inside is Inside.OWN:  # a re-run makes both
-        return op.workspace + made, rest
-    # Of the output alone: what the input gives to both directions for a moment; or what is joined, and the states themselves.
+    # For the outputs alone: what the input gives, to both directions for a moment; or what is joined, and the states themselves.
     return max(directions * given, given + directions * output - output // steps), rest
 
 

@@ -16,7 +16,6 @@ the outputs, if they are kept, in less time than the layer takes (see ``_gates``
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +26,7 @@ from torch_echo import compat
 from torch_echo.cost import Literal, OpSpec, spec_of
 from torch_echo.rules import Rule
 from torch_echo.tape._gates import Part, Products, rebuildable, saving
-from torch_echo.tape._recipe import NO_KWARGS, Leaf, Recipe, Slot, tensors_in
+from torch_echo.tape._recipe import NO_KWARGS, Leaf, Recipe, tensors_in
 
 __all__ = [
     "GatesRecipe",
@@ -264,7 +263,7 @@ class LayerRecipe(Recipe):
     Values are numbered in the order in which the storages are saved, then come outputs that are not saved.
     """
 
-    __slots__ = ("inside", "results", "saves", "trained")
+    __slots__ = ("results", "saves", "trained")
 
     def __init__(self, func: Any, rule: Rule, args: tuple[Any, ...], order: int) -> None:
         super().__init__(func, rule, (), NO_KWARGS, order)
@@ -273,31 +272,14 @@ class LayerRecipe(Recipe):
         self.results: list[int] = []
         """The same for each output."""
         self.trained = [t.requires_grad for _, t in tensors_in(args, NO_KWARGS)]
-        self.inside: weakref.ref[GatesRecipe] | None = None
-        """The recipe for what is inside, if that is not this one."""
 
-    def run(self, keep: bool) -> None:
-        """See :class:`Recipe`."""
-        own = dict(self.outputs)
-        super().run(keep)
-        self.outputs = own
-
-    def waiting(self) -> dict[int, Slot]:
-        """The values that somebody waits for, by number."""
-        slots = ((j, ref()) for j, ref in self.outputs.items())
-        return {j: slot for j, slot in slots if slot is not None and slot.tensor is None}
+    def waiting(self) -> set[int]:
+        """The values that somebody waits for."""
+        return {j for j, ref in self.outputs.items() if (slot := ref()) is not None and slot.tensor is None}
 
     def again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[int, torch.Tensor]]:
         """See :class:`Recipe`. Only values that somebody waits for are kept."""
-        wanted = self.waiting()
-        inside = self.inside() if self.inside is not None else None
-        if inside is not None and inside.args and sum(slot.readers for slot in wanted.values()) == 1:
-            # Its reader is the rebuild of what is inside, which then finds it made.
-            only = next(slot for slot in wanted.values() if slot.readers)
-            if any(slot is only for slot in inside.reads()):
-                wanted.update(inside.waiting())
-                self.outputs.update(inside.outputs)
-        return self.pick(func, args, wanted).items()
+        return self.pick(func, args, self.waiting()).items()
 
     def pick(self, func: Any, args: tuple[Any, ...], wanted: Collection[int]) -> dict[int, torch.Tensor]:
         """Run the layer for some of its values."""
@@ -340,8 +322,6 @@ class GatesRecipe(LayerRecipe):
         """See :class:`Recipe`."""
         *given, output = args
         wanted = self.waiting()
-        if not wanted:
-            return ()
         if self.part is not None and compat.kernels_replaceable():
             call = _Call.of(tuple(given))
             products = Products(call.weights, call.biases, self.part.of(output), call.both, self.part.backwards)

@@ -479,7 +479,6 @@ class Tape(Stackable):
             inside = GatesRecipe(recipe, args, next_order())
             inside.scope = scope
             inside.args = (*[self._refer(a) for a in args], None)
-            recipe.inside = weakref.ref(inside)
         mask |= own | whole
         given = {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)}
         saving = _LayerSaves(self, recipe, inside, mask, given)
