@@ -774,24 +774,70 @@ _VIEWS = (
 )  # fmt: skip
 
 
-@functools.cache
-def on_kernel(handler: Callable[..., Any]) -> Any:
+_handler: list[torch.library.Library] = []
+_other_kernels: list[torch.library.Library] = []
+
+
+def on_kernel(handler: Callable[..., Any]) -> None:
     """Have `handler` called in place of each kernel, with the op's overload and its arguments, wherever :class:`without_kernels` is
-    on. Stays for the life of the process.
+    on. Until :func:`off_kernel`.
 
     Not for views: what C++ makes parameters from must not have been seen by Python.
     """
+    _destroy(_other_kernels)
     library = torch.library.Library("_", "IMPL")
     library.fallback(handler, "Fake")
     views = torch.library.Library("aten", "IMPL", "Fake")
     for name in _VIEWS:
         views.impl(name, torch.library.fallthrough_kernel)
-    return library, views
+    _handler.extend((library, views))
+
+
+def off_kernel() -> None:
+    """The end of :func:`on_kernel`."""
+    _destroy(_handler)
+
+
+def _destroy(libraries: list[torch.library.Library]) -> None:
+    for library in libraries:
+        library._destroy()
+    libraries.clear()
 
 
 def without_kernels() -> Any:
     """Context: this thread, and backward passes that it starts, call what :func:`on_kernel` was given instead of kernels."""
     return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
+
+
+def kernels_replaceable() -> bool:
+    """May :func:`other_kernels` be called? Not while :func:`on_kernel` has the key."""
+    return not _handler
+
+
+def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Context: on this thread the kernels of the ops of these names (``mm``) are these functions. Autograd has seen the op by then,
+    and sees nothing of what they call; within them, the ops are as ever. Other ops go straight to their kernels. They are
+    the same in all calls."""
+    if not _other_kernels:
+
+        def usual(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_KERNELS)):
+                    return function(*args, **kwargs)
+
+            return call
+
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, "Fake")
+        library = torch.library.Library("aten", "IMPL", "Fake")
+        for name, function in functions.items():
+            library.impl(name, usual(function))
+        _other_kernels.extend((others, library))
+    key = torch._C.DispatchKeySet(_BEFORE_KERNELS)
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include | key, exclude - key)
 
 
 _BEFORE_AUTOGRAD = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")

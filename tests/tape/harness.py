@@ -156,9 +156,11 @@ class ForcedSession(Session):
 
 
 @contextmanager
-def forced(model: torch.nn.Module | None, choose: Choice = everything) -> Iterator[ForcedSession]:
+def forced(
+    model: torch.nn.Module | None, choose: Choice = everything, reorder: bool = False
+) -> Iterator[ForcedSession]:
     """A session with a forced plan over one model, or over all modules (None)."""
-    session = ForcedSession(choose)
+    session = ForcedSession(choose, Options(cost="analytic", reorder=reorder))
     if model is None:
         session.watch_all()
     else:

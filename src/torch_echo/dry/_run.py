@@ -72,6 +72,7 @@ class DryRun:
         global _running
         _running = None
         self._stack.close()
+        compat.off_kernel()
         self._cache.save()
         torch.set_rng_state(torch.from_numpy(self._random))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_echo import compat
-from torch_echo.cost import CostModel, work_of
+from torch_echo.cost import CostModel, OpSpec, work_of
 from torch_echo.errors import CaptureError
 from torch_echo.graph import (
     BackwardPass,
@@ -30,10 +30,16 @@ from torch_echo.graph import (
     Value,
 )
 from torch_echo.tape._gate import Place
+from torch_echo.tape._gates import rebuild_seconds
+from torch_echo.tape._layer import Inside, shape_of
 from torch_echo.tape._recipe import Region, disjoint
-from torch_echo.tape._record import OpCall, Recorder, SavedTensor
+from torch_echo.tape._record import LayerCalls, OpCall, Recorder, SavedTensor
+from torch_echo.tape._stack import Site
 
 __all__ = ["build"]
+
+GAIN = 0.95
+"""Share of a layer's time that it must take to rebuild what is inside from the outputs, at most, for that to be a choice."""
 
 _SLACK = 8
 """Ticks between the release of the last reference to a storage and the event of its free: other handles of the same node."""
@@ -52,7 +58,7 @@ class _Walk:
     """Graph storage of each live block, by address."""
     live: int = 0
     ops: dict[int, Op] = field(default_factory=dict)
-    """Graph op of each recorded call, by identity of the call."""
+    """Graph op of each call of a layer whose inside may be an op of its own, by identity of the call."""
     died: dict[int, int] = field(default_factory=dict)
     """Tick of the death of the last tensor object, by recorded storage."""
     sites: dict[tuple[str, int, Place | None], int] = field(default_factory=dict)
@@ -60,6 +66,11 @@ class _Walk:
     saves: list[Save] = field(default_factory=list)
     saves_of: dict[int, list[int]] = field(default_factory=dict)
     """Those packed so far, by value."""
+    classes: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=list)
+    """Ops so far, by class."""
+    beside: float = 0.0
+    """Seconds of ops that no step runs but to rebuild."""
 
 
 def build(
@@ -67,12 +78,15 @@ def build(
     cost: CostModel | None = None,
     states: Iterable[torch.Tensor] = (),
     node_seconds: Mapping[int, float] | None = None,
+    apart: bool = True,
 ) -> TrainingGraph:
     """The training graph of the iteration that `recorder` watched. `states`: what optimizers keep; made in this iteration, it is
     there from the start in all later ones.
 
     Ops get the seconds of `cost`, or what they took while watched; autograd's nodes those of `node_seconds`, by sequence number, or
-    what they took. Raises CaptureError if marks and allocations don't match.
+    what they took. `apart`: may what is inside recurrent layers be ops of their own?
+
+    Raises CaptureError if marks and allocations don't match.
     """
     memory, host, nodes = recorder.events()
     marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
@@ -98,8 +112,7 @@ def build(
         Save(-1, -1, -1, len(events), -1, s.layer, s.call, walk.sites.get((s.layer, s.call, s.place), -1), s.turn)
         for s in recorder.saved
     ]
-    classes: dict[tuple[str, tuple[int, ...]], int] = {}
-    counts: list[int] = []
+    saved = {s.storage for s in recorder.saved}
     sequences: dict[int, int] = {}
     keep_graph: list[BackwardPass] = []
     inside: Op | None = None
@@ -137,7 +150,7 @@ def build(
         if mark.what == "op":
             running = mark.payload
             begun.append(running)
-            inside = _begin(walk, recorder, running, tick, classes, counts)
+            inside = _begin(walk, recorder, running, tick)
             entry = top = walk.live
         elif mark.what == "end":
             assert inside is not None
@@ -148,7 +161,15 @@ def build(
             for i in packed:
                 _pack(walk, recorder, i)
             packed.clear()
+            layer = mark.payload.outputs
+            if apart and cost is not None and layer is not None:
+                walk.ops[id(mark.payload)] = inside
+                if layer.output not in saved:
+                    begun += _set_apart(walk, layer, [mark.payload], Inside.OWN, tick, cost)
             inside = None
+        elif mark.what == "layer":
+            if apart and cost is not None and mark.payload.output in saved:
+                begun += _set_apart(walk, mark.payload, mark.payload.calls, Inside.WHOLE, tick, cost)
         elif mark.what == "pack":
             saves[mark.payload].pack = tick
             if inside is not None and recorder.saved[mark.payload].storage in running.made:
@@ -187,7 +208,7 @@ def build(
         block = walk.open.get(state.untyped_storage().data_ptr())
         if block is not None:
             graph.storages[block].alloc = -1
-    graph.step_seconds = sum(op.seconds for op in graph.ops)
+    graph.step_seconds = sum(op.seconds for op in graph.ops) - walk.beside
     graph.meta = {"device": str(recorder.device), "torch": torch.__version__, "engine": "tape"}
     if recorder.device.type == "cuda":
         graph.meta["device_memory"] = str(torch.cuda.get_device_properties(recorder.device).total_memory)
@@ -222,20 +243,21 @@ def _confine(graph: TrainingGraph, calls: list[OpCall], saves: list[Save], saved
                     narrow(v, scopes)
 
 
-def _begin(
-    walk: _Walk,
-    recorder: Recorder,
-    call: OpCall,
-    tick: int,
-    classes: dict[tuple[str, tuple[int, ...]], int],
-    counts: list[int],
-) -> Op:
+def _new_op(walk: _Walk, call: OpCall, name: str, site: Site, tick: int, reads: tuple[int, ...], traits: Trait) -> Op:
     graph = walk.graph
-    key = (call.layer, call.site)
-    cls = classes.setdefault(key, len(graph.classes))
+    cls = walk.classes.setdefault((call.layer, site), len(graph.classes))
     if cls == len(graph.classes):
-        graph.classes.append(OpClass(call.rule.name, call.layer, call.site))
-        counts.append(0)
+        graph.classes.append(OpClass(name, call.layer, site))
+        walk.counts.append(0)
+    instance = walk.counts[cls]
+    walk.counts[cls] += 1
+    op = Op(name, call.layer, Phase.FORWARD, cls, instance, tick, tick, reads, call=call.call, traits=traits)
+    op.site, op.turn = walk.sites.get((call.layer, call.call, call.place), -1), call.turn
+    graph.ops.append(op)
+    return op
+
+
+def _begin(walk: _Walk, recorder: Recorder, call: OpCall, tick: int) -> Op:
     traits = Trait.NONE
     if call.keep:
         traits |= Trait.KEEP
@@ -244,13 +266,57 @@ def _begin(
     if call.inside is not None:
         traits |= Trait.COMPOSITE
     reads = tuple(dict.fromkeys(_value(walk, recorder, s) for s in call.reads))
-    op = Op(
-        call.rule.name, call.layer, Phase.FORWARD, cls, counts[cls], tick, tick, reads, call=call.call, traits=traits
-    )
-    counts[cls] += 1
-    op.site, op.turn = walk.sites.get((call.layer, call.call, call.place), -1), call.turn
-    graph.ops.append(op)
-    return op
+    return _new_op(walk, call, call.rule.name, call.site, tick, reads, traits)
+
+
+def _set_apart(
+    walk: _Walk, layer: LayerCalls, calls: list[OpCall], inside: Inside, tick: int, cost: CostModel
+) -> list[OpCall]:
+    """Make the inside of a layer's calls ops of their own, which read outputs too, if that takes less time than running the calls
+    again. Returns the calls for which it did.
+
+    They read the layer's output where autograd saves that, else their own: then nobody else may want it. Rebuilding outputs and
+    inside is then two runs.
+    """
+    graph = walk.graph
+    specs = [call.spec for call in layer.calls if call.spec is not None]
+    func = layer.calls[0].func
+    rebuild = {spec: rebuild_seconds(cost, func, spec) for spec in specs}
+    if sum(rebuild[spec] for spec in specs) > GAIN * sum(cost.seconds(func, spec) for spec in specs):
+        return []
+    done = []
+    for call in calls:
+        op, made = walk.ops[id(call)], [walk.value[s] for s in call.inside or ()]
+        if call.spec is None or not made:
+            continue
+        read = walk.value[call.made[0] if inside is Inside.OWN else layer.output]
+        reads = tuple(dict.fromkeys((*op.reads, read)))
+        if any(graph.storages[graph.values[v].storage].free < tick for v in reads):
+            continue  # a rebuild would have to hold what is gone in this step
+        site = (*call.site[:-1], call.site[-1] + inside)
+        rest = _new_op(walk, call, f"{op.name} (inside)", site, tick, reads, op.traits)
+        outputs = [v for v in op.writes if v not in set(made)]
+        rest.writes, op.writes = tuple(made), tuple(outputs)
+        for v in made:
+            graph.values[v].producer = len(graph.ops) - 1
+        rest.seconds = rest.reuse_seconds = rebuild[call.spec]
+        walk.beside += rest.seconds
+        op.workspace, rest.workspace = _workspaces(
+            op, call.spec, graph.nbytes(outputs[0]), sum(graph.nbytes(v) for v in outputs)
+        )
+        done.append(call)
+    return done
+
+
+def _workspaces(op: Op, spec: OpSpec, output: int, outputs: int) -> tuple[int, int]:
+    """Of a layer's call that is run again for its outputs, and of the rebuild of its inside. `op` has that of the whole call."""
+    directions, steps = shape_of(spec)
+    # At its peak a call joins the states of all steps, of each direction and then of both, and has not made the last states yet.
+    given = op.workspace + outputs - directions * output  # to the gates, by the input of all steps
+    # Nothing is joined in the rebuild. The product of one step is there beside what is inside, unless that is the gates.
+    rest = given + (output // (directions * steps) if op.name.startswith("aten::rnn") else 0)
+    # For the outputs alone: what the input gives, to both directions for a moment; or what is joined, and the states themselves.
+    return max(directions * given, given + directions * output - output // steps), rest
 
 
 def _finish(walk: _Walk, recorder: Recorder, call: OpCall, op: Op, rise: int, cost: CostModel | None) -> None:

@@ -102,6 +102,8 @@ class _Sites:
             if save.site < 0:
                 self.unseen.add(call)
         self.makers = [graph.ops[v.producer] if v.producer >= 0 else None for v in graph.values]
+        self.inner = {v for op in graph.ops for v in graph.inside(op)}
+        """Values that are saved while a layer runs, which has hooks of its own."""
 
     def needs(self, dropped: Collection[int]) -> dict[_Call, _Needs]:
         """What each call of a module needs, if anything."""
@@ -120,7 +122,7 @@ class _Sites:
                 need = of((op.layer, op.call))
                 (need.layers if layer else need.mode).add((op.site, op.turn))
             for save in self.packed.get(v, ()):
-                if not (layer and op is not None and op.start <= save.pack <= op.end):  # which has hooks of its own
+                if v not in self.inner and not (layer and op is not None and op.start <= save.pack <= op.end):
                     of((save.layer, save.call)).hooks.add((save.site, save.turn))
         return found
 

@@ -9,26 +9,63 @@ Layers that PyTorch has one kernel for (oneDNN's LSTM) are left to it.
 
 Where sums may be taken in another order (``Options.reorder``), layers over many steps run in *stretches* of some steps, each
 from the state that the one before left: then what backward needs at a time is that of one stretch, not that of all steps. The
-gradients of the weights are sums over stretches instead of over all steps at once.
+gradients of the weights are sums over stretches instead of over all steps at once. And what is inside may be rebuilt from
+the outputs, if they are kept, in less time than the layer takes (see ``_gates``): then it is an op of its own, which reads them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torch_echo import compat
-from torch_echo.cost import OpSpec, spec_of
+from torch_echo.cost import Literal, OpSpec, spec_of
 from torch_echo.rules import Rule
-from torch_echo.tape._recipe import NO_KWARGS, Recipe, tensors_in
+from torch_echo.tape._gates import Part, Products, rebuildable, saving
+from torch_echo.tape._recipe import NO_KWARGS, Leaf, Recipe, tensors_in
 
-__all__ = ["LayerRecipe", "LayerRun", "in_layers", "layer_rule", "layer_spec", "long", "plain", "stepwise"]
+__all__ = [
+    "GatesRecipe",
+    "Inside",
+    "LayerRecipe",
+    "LayerRunner",
+    "in_layers",
+    "layer_rule",
+    "layer_spec",
+    "long",
+    "of_outputs",
+    "own_part",
+    "plain",
+    "shape_of",
+    "stepwise",
+]
 
-LayerRun = Callable[[int, Any, tuple[Any, ...]], tuple[torch.Tensor, ...]]
-"""Runs one layer: its number, the function and its arguments."""
+
+class Inside(IntEnum):
+    """What a call's inside is rebuilt from."""
+
+    LAYER = 0
+    """Running it again."""
+    OWN = 1
+    """Its output."""
+    WHOLE = 2
+    """That of the layer, of which it is a stretch."""
+
+
+class LayerRunner(Protocol):
+    """Runs layers and stretches."""
+
+    def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Run one: its layer's number, the function and its arguments."""
+
+    def layer_over(self, output: torch.Tensor, parts: Sequence[Part]) -> None:
+        """A layer is over; `output` is its output, in which its calls left these parts, in their order (of packed sequences:
+        none)."""
+
 
 _FEWEST_STEPS = 8
 """Layers over fewer steps are left to the tape op by op: a plan may then re-run less than all of it."""
@@ -121,20 +158,28 @@ def long(args: tuple[Any, ...]) -> bool:
     return _Call.of(args).stretched
 
 
-def in_layers(func: Any, args: tuple[Any, ...], run: LayerRun, stretches: bool) -> tuple[torch.Tensor, ...]:
-    """The call ``func(*args)``, layer after layer, each through `run`. Kernels and random draws are those of the whole call (on a
-    CPU; cuDNN's are not taken apart); with `stretches`, long layers go through `run` several times."""
+def of_outputs(func: Any, args: tuple[Any, ...]) -> bool:
+    """Can what is inside the layers of this call be rebuilt from their outputs?"""
+    call = _Call.of(args)
+    each = len(call.weights) // call.layers
+    layers = [call.weights[i * each : (i + 1) * each] for i in range(call.layers)]
+    return call.sizes is None and all(rebuildable(func, weights, call.biases, call.both) for weights in layers)
+
+
+def in_layers(func: Any, args: tuple[Any, ...], runner: LayerRunner, stretches: bool) -> tuple[torch.Tensor, ...]:
+    """The call ``func(*args)``, layer after layer, each through `runner`. Kernels and random draws are those of the whole call
+    (on a CPU; cuDNN's are not taken apart); with `stretches`, long layers go through it several times."""
     call = _Call.of(args)
     stretches = stretches and call.stretched
     if call.layers == 1 and not stretches:
-        return run(0, func, args)
+        return _whole(func, call, runner, 0)
     x = call.x.transpose(0, 1) if call.batch_first else call.x
     rows, weights = 1 + call.both, len(call.weights) // call.layers
     last: list[tuple[torch.Tensor, ...]] = []
     for i in range(call.layers):
         states = [s.narrow(0, i * rows, rows) for s in call.states]
         layer = call.part(x, states, call.weights[i * weights : (i + 1) * weights], call.both)
-        x, *end = _in_stretches(func, layer, run, i) if stretches else run(i, func, layer.args())
+        x, *end = (_in_stretches if stretches else _whole)(func, layer, runner, i)
         last.append(tuple(end))
         if call.dropout and call.train and i + 1 < call.layers:
             x = torch.dropout(x, call.dropout, True)
@@ -143,25 +188,41 @@ def in_layers(func: Any, args: tuple[Any, ...], run: LayerRun, stretches: bool) 
     return x, *(torch.cat(s) for s in zip(*last, strict=True))
 
 
-def _in_stretches(func: Any, layer: _Call, run: LayerRun, number: int) -> tuple[torch.Tensor, ...]:
+def _whole(func: Any, layer: _Call, runner: LayerRunner, number: int) -> tuple[torch.Tensor, ...]:
+    """One layer."""
+    out = runner.run_layer(number, func, layer.args())
+    runner.layer_over(out[0], [own_part(layer.args())] if layer.sizes is None else [])
+    return out
+
+
+def own_part(args: tuple[Any, ...]) -> Part:
+    """Where in its own output a call's hidden states lie."""
+    call = _Call.of(args)
+    return Part(call.batch_first, 0, call.steps)
+
+
+def _in_stretches(func: Any, layer: _Call, runner: LayerRunner, number: int) -> tuple[torch.Tensor, ...]:
     """One layer, in each direction stretch after stretch."""
     directions = 1 + layer.both
     size = math.ceil(layer.steps / round(layer.steps / STRETCH))
     weights = len(layer.weights) // directions
-    outs, ends = [], []
+    outs, ends, parts = [], [], []
     for d in range(directions):
         states: Sequence[torch.Tensor] = [s.narrow(0, d, 1) for s in layer.states]
-        parts = []
+        made, first = [], 0
         for x in (layer.x.flip(0) if d else layer.x).split(size):
             part = layer.part(x, states, layer.weights[d * weights : (d + 1) * weights], False)
-            out, *states = run(number, func, part.args())
-            parts.append(out)
-        out = torch.cat(parts)
+            out, *states = runner.run_layer(number, func, part.args())
+            made.append(out)
+            steps = len(x)
+            parts.append(Part(False, layer.steps - first - steps if d else first, steps, d, directions, d == 1))
+            first += steps
+        out = torch.cat(made)
         outs.append(out.flip(0) if d else out)
         ends.append(states)
-    if directions == 1:
-        return outs[0], *ends[0]
-    return torch.cat(outs, -1), *(torch.cat(s) for s in zip(*ends, strict=True))
+    whole = torch.cat(outs, -1) if layer.both else outs[0]
+    runner.layer_over(whole, parts)
+    return whole, *(torch.cat(s) if layer.both else s[0] for s in zip(*ends, strict=True))
 
 
 def plain(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -189,6 +250,13 @@ def layer_spec(func: Any, args: tuple[Any, ...]) -> tuple[Any, OpSpec]:
     return overload, spec._replace(args=(spec.args[0]._replace(shape=(steps, batch, width)), *spec.args[1:]))
 
 
+def shape_of(spec: OpSpec) -> tuple[int, int]:
+    """Directions and steps of a layer's call, by its description."""
+    yes = Literal("bool", "True")
+    *_, both, batch_first = spec.args
+    return 1 + int(both == yes), spec.args[0].shape[1 if batch_first == yes else 0]
+
+
 class LayerRecipe(Recipe):
     """A layer's call, enough to run it again and to pick out what autograd saves.
 
@@ -205,37 +273,60 @@ class LayerRecipe(Recipe):
         """The same for each output."""
         self.trained = [t.requires_grad for _, t in tensors_in(args, NO_KWARGS)]
 
+    def waiting(self) -> set[int]:
+        """The values that somebody waits for."""
+        return {j for j, ref in self.outputs.items() if (slot := ref()) is not None and slot.tensor is None}
+
     def again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[int, torch.Tensor]]:
         """See :class:`Recipe`. Only values that somebody waits for are kept."""
-        wanted = {j for j, ref in self.outputs.items() if (slot := ref()) is not None and slot.tensor is None}
+        return self.pick(func, args, self.waiting()).items()
+
+    def pick(self, func: Any, args: tuple[Any, ...], wanted: Collection[int]) -> dict[int, torch.Tensor]:
+        """Run the layer for some of its values."""
         found: dict[int, torch.Tensor] = {}
         numbers = iter(self.saves)
 
-        def pack(tensor: torch.Tensor) -> None:
-            pick(next(numbers), tensor)
-
-        def pick(j: int, tensor: torch.Tensor) -> None:
+        def take(j: int, tensor: torch.Tensor) -> None:
             if j in wanted and j not in found:
                 found[j] = compat.alias(tensor)
 
-        flags = iter(self.trained)
-
-        def argument(a: Any) -> Any:
-            if isinstance(a, torch.Tensor):
-                return compat.alias(a).requires_grad_(next(flags))
-            return [argument(b) for b in a] if type(a) is list else a
-
-        with compat.above_autograd():
-            args = tuple([argument(a) for a in args])
-            compat.push_hooks(pack, _unread)
-            try:
-                out = func(*args)
-            finally:
-                compat.pop_hooks()
+        out = saving(func, args, self.trained, lambda tensor: take(next(numbers), tensor))
         for j, tensor in zip(self.results, out, strict=True):
-            pick(j, tensor)
-        return found.items()
+            take(j, tensor)
+        return found
 
 
-def _unread(_: Any) -> torch.Tensor:
-    raise AssertionError("no backward pass runs through a layer that is run again")
+class GatesRecipe(LayerRecipe):
+    """What is inside a layer's call, from the output of that or of its layer: the last of `args`, None until it is there."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, layer: LayerRecipe, args: tuple[Any, ...], order: int) -> None:
+        super().__init__(layer.func, layer.rule, args, order)
+        self.saves, self.results = layer.saves, layer.results
+        self.part: Part | None = None
+        """Where in that output its own lies."""
+
+    def run(self, keep: bool) -> None:
+        """See :class:`Recipe`. Where the script has overwritten the output unseen, the layer is run again all the same."""
+        if self.args and type(self.args[-1]) is Leaf and not self.args[-1].current():
+            self.read(None, None)
+        super().run(keep)
+
+    def read(self, output: Any, part: Part | None) -> None:
+        """The output is there, as an argument of a recipe."""
+        self.args = (*self.args[:-1], output)
+        self.part = part
+
+    def again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[int, torch.Tensor]]:
+        """See :class:`Recipe`."""
+        *given, output = args
+        wanted = self.waiting()
+        if self.part is not None and compat.kernels_replaceable():
+            call = _Call.of(tuple(given))
+            products = Products(call.weights, call.biases, self.part.of(output), call.both, self.part.backwards)
+            if products.told_apart:
+                found: dict[int, torch.Tensor] = products.run(self.pick, func, tuple(given), wanted)
+                if products.complete:
+                    return found.items()
+        return self.pick(func, tuple(given), wanted).items()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from sys import _getframe, getrefcount
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 from torch_echo import compat
 from torch_echo.rules import Rule, may_reuse, rule_of
 from torch_echo.tape._gate import CLOSED, HOOKS, MODE, Door, Place, unknown
-from torch_echo.tape._layer import LayerRecipe, layer_rule, plain
+from torch_echo.tape._gates import Part
+from torch_echo.tape._layer import GatesRecipe, Inside, LayerRecipe, layer_rule, own_part, plain
 from torch_echo.tape._recipe import (
     NO_KWARGS,
     Leaf,
@@ -170,11 +171,12 @@ class Dropped:
 
 class _LayerSaves:
     """What autograd saves while a layer runs as one op. `mask`: what is inside the layer is dropped (bit 0), and so is output k
-    (bit k + 1)."""
+    (bit k + 1). `inside`: the recipe for the former."""
 
-    def __init__(self, tape: Tape, recipe: LayerRecipe, mask: int, given: set[int]) -> None:
+    def __init__(self, tape: Tape, recipe: LayerRecipe, inside: LayerRecipe, mask: int, given: set[int]) -> None:
         self.tape = tape
         self.recipe: LayerRecipe | None = recipe
+        self.inside: LayerRecipe | None = inside
         self.mask = mask
         self.given = given
         """Storages of the arguments."""
@@ -182,13 +184,13 @@ class _LayerSaves:
 
     def slot_of(self, tensor: torch.Tensor, order: list[int], bit: int) -> Slot | None:
         """The slot of a value that the layer makes, if it is dropped. Its number goes to `order`."""
-        recipe = self.recipe
-        assert recipe is not None
         key = compat.storage_key(tensor)
-        known = key in self.numbers
+        bit = 0 if key in self.numbers else bit
+        recipe = self.recipe if bit else self.inside
+        assert recipe is not None
         j = -1 if key in self.given else self.numbers.setdefault(key, len(self.numbers))
         order.append(j)
-        if j < 0 or not self.mask >> (0 if known else bit) & 1:
+        if j < 0 or not self.mask >> bit & 1:
             return None
         ref = recipe.outputs.get(j)
         slot = ref() if ref is not None else None
@@ -228,6 +230,8 @@ class Tape(Stackable):
         self.scopes: list[Scope] = []
         """Calls of sharded modules that are running."""
         self.gathered = Gathered(())
+        self._layers: list[GatesRecipe | None] = []
+        """Of the calls of the recurrent layer that is running, those whose inside is to be rebuilt from its output."""
 
     # --- forward: ops ------------------------------------------------------------------------------------------------
 
@@ -459,9 +463,10 @@ class Tape(Stackable):
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """See :class:`Stackable`."""
-        decision = self.table.sites.get(self.layer_site(number, func))
-        mask = 0 if decision is None else decision.next()
-        if not mask:
+        decisions = [self.table.sites.get(self.layer_site(number, func, inside)) for inside in Inside]
+        mask, own, whole = [0 if decision is None else decision.next() for decision in decisions]
+        self._layers.append(None)
+        if not (mask or own or whole):
             return plain(func, args)
         scope = self._scope_of(args, NO_KWARGS) if self.scopes or self.gathered else None
         if scope is _NOWHERE:
@@ -469,7 +474,14 @@ class Tape(Stackable):
         recipe = LayerRecipe(func, layer_rule(func), args, next_order())
         recipe.scope = scope
         recipe.args = tuple([self._refer(a) for a in args])
-        saving = _LayerSaves(self, recipe, mask, {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)})
+        inside = recipe
+        if own or whole:
+            inside = GatesRecipe(recipe, args, next_order())
+            inside.scope = scope
+            inside.args = (*[self._refer(a) for a in args], None)
+        mask |= own | whole
+        given = {compat.storage_key(t) for _, t in tensors_in(args, NO_KWARGS)}
+        saving = _LayerSaves(self, recipe, inside, mask, given)
         mode = self.mode_on
         self.switch(False, self.hooks_on, self.gate_on)
         compat.push_hooks(saving.pack, unpack)
@@ -484,9 +496,23 @@ class Tape(Stackable):
                     self.slots[slot.key] = slot
         finally:
             compat.pop_hooks()
-            saving.recipe = None  # autograd keeps the hook
+            saving.recipe = saving.inside = None  # autograd keeps the hook
             self.switch(mode, self.hooks_on, self.gate_on)
+        if isinstance(inside, GatesRecipe):
+            inside.seconds = recipe.seconds
+            if own:
+                inside.read(self._refer(compat.alias(out[0])), own_part(args))
+            else:
+                self._layers[-1] = inside
         return out
+
+    def layer_over(self, output: torch.Tensor, parts: Sequence[Part]) -> None:
+        """See :class:`Stackable`."""
+        for recipe, part in zip(self._layers[len(self._layers) - len(parts) :], parts, strict=True):
+            if recipe is not None and recipe.args:
+                # Another tensor: the recipe is held by nodes which the output's own holds.
+                recipe.read(self._refer(compat.alias(output)), part)
+        self._layers.clear()
 
     # --- forward: saved tensors --------------------------------------------------------------------------------------
 

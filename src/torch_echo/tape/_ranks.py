@@ -192,6 +192,11 @@ class Ranks:
         if store is not None and self.rank == 0:
             self._set(store, f"{number}/done", "")
 
+    @property
+    def alone(self) -> bool:
+        """Is there no other?"""
+        return self._store() is None
+
     def agree(
         self,
         number: int,

@@ -65,6 +65,10 @@ class Leaf:
         self.version = compat.version_of(tensor)
         self.key = key
 
+    def current(self) -> bool:
+        """Is its content that of then?"""
+        return compat.version_of(self.tensor) == self.version and compat.storage_key(self.tensor) == self.key
+
     def copy(self) -> None:
         """Take a private copy, because an op is about to overwrite the storage."""
         copy = private(self.tensor)
@@ -361,7 +365,7 @@ class Recipe:
             return arg.of(base)
         if kind is Leaf:
             t = arg.tensor
-            if compat.version_of(t) != arg.version or compat.storage_key(t) != arg.key:
+            if not arg.current():
                 raise RebuildError(
                     f"torch-echo: a tensor of shape {list(t.shape)} that {self.rule.name} read in the forward pass was "
                     f"changed in place before the backward pass (version {compat.version_of(t)}, expected {arg.version})"

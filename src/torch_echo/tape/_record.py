@@ -26,7 +26,8 @@ from torch_echo.graph import Kind
 from torch_echo.memory import live_bytes
 from torch_echo.rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._gate import Place
-from torch_echo.tape._layer import layer_rule, layer_spec, long, plain, stepwise
+from torch_echo.tape._gates import Part
+from torch_echo.tape._layer import layer_rule, layer_spec, long, of_outputs, plain, stepwise
 from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
 from torch_echo.tape._scope import Gathered, Scope
@@ -72,12 +73,23 @@ class OpCall:
     seconds: float = 0.0
     inside: list[int] | None = None
     """Of a layer that runs as one op: storages that autograd saves and that are no outputs."""
+    outputs: LayerCalls | None = None
+    """The layer that it is a call of, if what is inside can be rebuilt from the outputs."""
     nodes: int = 1
     """Autograd nodes that it makes."""
     scopes: tuple[int, ...] = ()
     """Calls of sharded modules that it runs in, outermost first."""
     needs: tuple[int, ...] = ()
     """Those of them in which the parameters that it reads are gathered."""
+
+
+@dataclass(slots=True)
+class LayerCalls:
+    """A recurrent layer whose inside can be rebuilt from its outputs."""
+
+    calls: list[OpCall]
+    output: int
+    """Its storage."""
 
 
 @dataclass(slots=True)
@@ -184,8 +196,10 @@ class Recorder(Stackable):
         self._numbers: dict[Scope, int] = {}
         self._layer: OpCall | None = None
         """The recurrent layer that is running as one op."""
-        self._stepwise = False
-        """Does PyTorch compute the layers of the call that is running step by step?"""
+        self._stepwise = self._of_outputs = False
+        """Does PyTorch compute the layers of the call that is running step by step? Can what is inside be rebuilt from outputs?"""
+        self._layers: list[OpCall] = []
+        """The calls of the layer that is running, in the second case."""
         self.active = False
         self._profile = compat.MemoryProfile()
         self._late: list[Mark] = []
@@ -350,6 +364,8 @@ class Recorder(Stackable):
         self.switch(False, False, self.gate_on)
         try:
             self._stepwise = stepwise(func, args)
+            self._of_outputs = self.reorder and self._stepwise and of_outputs(func, args)
+            self._layers.clear()
         finally:
             self.switch(mode, hooks, self.gate_on)
             self.mark("rebuilt")
@@ -403,7 +419,18 @@ class Recorder(Stackable):
         if self.tape is not None:
             self.touched.update(i for i in (*call.reads, *call.made) if self._touches(i))
         self.calls.append(call)
+        if self._of_outputs:
+            self._layers.append(call)
         return out
+
+    def layer_over(self, output: torch.Tensor, parts: Sequence[Part]) -> None:
+        """See :class:`Stackable`."""
+        if self._layers:
+            layer = LayerCalls(self._layers, self._storage(output))
+            for call in self._layers:
+                call.outputs = layer
+            self.mark("layer", layer)
+            self._layers = []
 
     def _numbered(self) -> tuple[int, ...]:
         return tuple([self._numbers.setdefault(scope, len(self._numbers)) for scope in self.scopes])

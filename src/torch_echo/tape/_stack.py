@@ -7,13 +7,15 @@ the innermost hooks are called anyway), or comes back to the same place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torch_echo import compat
 from torch_echo.tape._gate import Gate, Place
-from torch_echo.tape._layer import in_layers
+from torch_echo.tape._gates import Part
+from torch_echo.tape._layer import Inside, in_layers
 
 __all__ = ["Site", "Stackable", "alone", "overwritten", "unpack"]
 
@@ -81,7 +83,7 @@ class Stackable(compat.TensorMode):
         self.place = place
         try:
             if func in compat.RECURRENT and not kwargs and self.takes_apart(func, args):
-                return in_layers(func, args, self.run_layer, self.reorder)
+                return in_layers(func, args, self, self.reorder)
             return func(*args, **kwargs)
         finally:
             self.place = outer
@@ -96,10 +98,14 @@ class Stackable(compat.TensorMode):
         """Run one of them."""
         raise NotImplementedError
 
-    def layer_site(self, number: int, func: Any) -> Site:
-        """The place in the code of a layer that is an op."""
+    def layer_over(self, output: torch.Tensor, parts: Sequence[Part]) -> None:
+        """See :class:`torch_echo.tape._layer.LayerRunner`."""
+        raise NotImplementedError
+
+    def layer_site(self, number: int, func: Any, inside: Inside = Inside.LAYER) -> Site:
+        """The place in the code of a layer that is an op, or of its inside where that is one."""
         assert self.place is not None
-        return (id(func), *self.place, number)
+        return (id(func), *self.place, len(Inside) * number + inside)
 
     def saves_here(self) -> bool:
         """Do saved tensors come to nobody but us, now or when our hooks are on?"""
