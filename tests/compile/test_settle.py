@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -158,7 +159,7 @@ class TestPartitioner:
         fitting = explained(lambda: 0, max_overhead=10.0)
         budget = fitting.after.peak + 200_000
         first = explained(lambda: 1, memory_budget=budget)  # fits
-        sizes = iter([10**9, 2])
+        sizes = itertools.chain([10**9, 2], itertools.repeat(10**9))
         other = explained(lambda: next(sizes), memory_budget=budget)
         assert other.plan.dropped != first.plan.dropped
         assert other.plan.peak == self.above(other) + 2 <= budget
