@@ -142,7 +142,7 @@ class Harness:
 
     def alone(self, workload: str, case: Case, steps: int, changes: dict[str, Any] | None = None) -> Record:
         """One case without others: its seconds are the mean of so many steps, and it is compared with nothing."""
-        return _Run(self, workload, [case], 0.0, changes or {}).alone(steps)
+        return _Run(self, workload, [case], self.deadline, changes or {}).alone(steps)
 
 
 class _Run:
@@ -215,7 +215,7 @@ class _Run:
 
     def _await(self, pending: list[_Worker]) -> list[_Worker]:
         """Wait for one of them at least; those that live on. `pending` loses all that are done."""
-        late = {w: min(w.began + self.patience, self.harness.deadline) for w in pending}
+        late = {w: min(w.began + self.patience, self.ends) for w in pending}
         heard = wait([w.pipe for w in pending], max(0.0, min(late.values()) - time.monotonic()))
         alive = []
         for worker in list(pending):
@@ -223,7 +223,7 @@ class _Run:
                 worker.hear()
             elif time.monotonic() >= late[worker]:
                 given_up = {"error": f"not set up within {self.patience:.0f} seconds"}
-                worker.record = LATE if time.monotonic() >= self.harness.deadline else given_up
+                worker.record = LATE if time.monotonic() >= self.ends else given_up
                 worker.process.kill()
             else:
                 continue

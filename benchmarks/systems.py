@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.workloads import Workload
     from torch_echo.tape.session import Session
 
-__all__ = ["ECHO", "PEERS", "QUICK", "SYSTEMS", "Case", "Running", "cases", "parse", "start"]
+__all__ = ["ECHO", "PEERS", "SYSTEMS", "Case", "Running", "cases", "parse", "start"]
 
 SYSTEMS = {
     "eager": "PyTorch as it is",
@@ -36,22 +36,20 @@ PEERS = ("compile", "hand", "library", "budget")
 """Those that torch-echo is to be no worse than."""
 BUDGETS = ("compile", "budget", "budget_eager")
 COMPILED = (*BUDGETS, "echo", "echo_eager")
-QUICK = ("eager", "tape", "hand", "library")
-"""Systems of ``--quick``."""
 
 DEFAULT = 0.05
 """max_overhead where nothing is set."""
+_QUICK: tuple[tuple[str, tuple[float, ...]], ...] = (("tape", (DEFAULT, 0.15)), ("hand", ()), ("library", ()))
 _FIRST: tuple[tuple[str, tuple[float, ...]], ...] = (
-    ("tape", (DEFAULT, 0.15, 0.5)),
-    ("hand", ()),
-    ("library", ()),
+    *_QUICK,
+    ("tape", (0.5, 0.3)),
     ("compile", ()),
     ("echo", (0.0, DEFAULT)),
 )
 _THEN: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("budget", (0.5,)),
     ("echo", (0.15,)),
-    ("tape", (0.3, 0.2)),
+    ("tape", (0.2,)),
     ("budget", (0.2,)),
     ("paper", ()),
     ("echo", (0.3,)),
@@ -108,17 +106,13 @@ def parse(text: str) -> Case:
 def cases(workload: Workload, *, quick: bool = False, every: bool = False) -> Iterator[Case]:
     """Those of a workload, eager first. `quick`: a few; `every`: also those that are measured only if they are asked for."""
     yield Case("eager")
-    for system, settings in _FIRST if quick else (_FIRST + _THEN + _ASKED if every else _FIRST + _THEN):
-        if quick and system not in QUICK:
-            continue
+    for system, settings in _QUICK if quick else (_FIRST + _THEN + _ASKED if every else _FIRST + _THEN):
         if system == "hand":
             yield from (Case("hand", place) for place in list(workload.places)[: 1 if quick else None])
         elif system == "library":
             yield from [Case("library")] if workload.checkpointing else []
         else:
-            yield from (
-                (Case(system, f"{x:g}") for x in settings[: 2 if quick else None]) if settings else [Case(system)]
-            )
+            yield from ((Case(system, f"{x:g}") for x in settings) if settings else [Case(system)])
 
 
 @dataclass
