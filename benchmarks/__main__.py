@@ -69,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
         help="also a table of what changed; exit code 1 if something is worse",
     )
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE.json", help="measure nothing: the results are in this file"
+        "--from",
+        dest="source",
+        action="append",
+        type=Path,
+        metavar="FILE.json",
+        help="measure nothing: the results are in this file (if repeated, later ones replace what they have too)",
     )
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="also write the results page")
     return parser
@@ -156,13 +161,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         old = files.read(args.compare) if args.compare else None
         if args.source:
-            results = files.read(args.source)
+            results = files.joined([files.read(path) for path in args.source])
         else:
             asked = _ask(parser, args)
     except TorchEchoError as error:
         parser.error(str(error))
     if args.source:
         tables.show(results, console)
+        if len(args.source) > 1:
+            files.write(results, args.out / "bench.json")
     else:
 
         def done(results: dict[str, Any], name: str) -> None:

@@ -352,6 +352,24 @@ class TestCommand:
         assert "no bench.html: plotly" in capsys.readouterr().out
         assert not (tmp_path / "bench.html").exists()
 
+    def test_runs_are_put_together(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """What a later one measured takes the place of what an earlier one did."""
+        first, second, out = results(), results(), tmp_path / "out"
+        out.mkdir()
+        second["workloads"] = {"nmt": {"title": "again", "size": {"batch": 4}}}
+        second["records"] = [record("nmt", "eager", 100, 1.0), record("nmt", "tape:0.15", 25, 1.1)]
+        second["scale"], second["throughput"] = [], []
+        for name, part in (("a", first), ("b", second), ("c", {**second, "preset": "paper"})):
+            (tmp_path / f"{name}.json").write_text(json.dumps(part))
+        main(["--from", str(tmp_path / "a.json"), "--from", str(tmp_path / "b.json"), "--out", str(out)])
+        found = json.loads((out / "bench.json").read_text())
+        assert [r["peak_bytes"] for r in found["records"] if r["workload"] == "nmt"] == [100 * MIB, 25 * MIB]
+        assert found["workloads"]["nmt"]["title"] == "again" and len(found["workloads"]) == len(PAPER)
+        assert len(found["records"]) == len(first["records"]) - 6 + 2
+        with pytest.raises(SystemExit):
+            main(["--from", str(tmp_path / "a.json"), "--from", str(tmp_path / "c.json"), "--out", str(out)])
+        assert "preset 'small' and 'paper'" in capsys.readouterr().err
+
     def test_without_the_package_that_a_model_comes_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "transformers", None)
         parser = _parser()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_echo.errors import TorchEchoError
 
-__all__ = ["FORMAT", "ResultsError", "read", "write"]
+__all__ = ["FORMAT", "ResultsError", "joined", "read", "write"]
 
 FORMAT = 1
 """Version of the layout. `records` holds one object for each case; those that were measured have `peak_bytes` (everything on the
@@ -33,6 +34,22 @@ def read(path: Path) -> dict[str, Any]:
         given = found.get("format") if isinstance(found, dict) else None
         raise ResultsError(f"{str(path)!r} has format {given!r}: this version reads results of format {FORMAT}")
     return found
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Results of several runs of one preset on one device: a later run's workloads take the place of an earlier one's. Raises
+    ResultsError."""
+    whole, *others = parts
+    for part in others:
+        for name in ("preset", "device", "torch_echo"):
+            if part[name] != whole[name]:
+                raise ResultsError(f"results with {name} {whole[name]!r} and {part[name]!r} are not put together")
+        new = part["workloads"]
+        for rows in ("records", "scale", "throughput"):
+            whole[rows] = [r for r in whole[rows] if r["workload"] not in new] + part[rows]
+        whole["workloads"] |= new
+        whole["seconds"] += part["seconds"]
+    return whole
 
 
 def write(results: dict[str, Any], path: Path) -> None:
