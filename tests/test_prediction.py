@@ -327,6 +327,17 @@ class TestOnAGPU:
         (op,) = (op for op in graph.ops if op.name == "aten::_cudnn_rnn")
         assert bool(op.traits & Trait.KEEP) is kept
 
+    def test_reorder_leaves_cudnns_layers_whole(self) -> None:
+        """On a CPU they run in stretches."""
+
+        def make() -> Callable[[], Any]:
+            return trainer(nn.LSTM(8, 16), torch.randn(150, 2, 8))
+
+        def layers(device: str, name: str) -> int:
+            return sum(op.name == name for op in predict(make, device=device, reorder=True).graph.ops)
+
+        assert layers("cuda", "aten::_cudnn_rnn") == 1 < layers("cpu", "aten::mkldnn_rnn_layer")
+
     def test_blocks_are_of_the_allocators_sizes(self) -> None:
         graph = predict(MODELS["convolutions"], device="cuda").graph
         assert all(s.nbytes % 512 == 0 for s in graph.storages)

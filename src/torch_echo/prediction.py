@@ -208,6 +208,8 @@ class _Recording(Session):
     def _start_recording(self, kind: StepKind) -> None:
         self._begins = len(self._run.calls)
         super()._start_recording(kind)
+        if self._recorder is not None and self._target != "cpu":
+            self._recorder.stretches = False
 
     def _graph_of(self, recorder: Recorder) -> TrainingGraph:
         cost = _cost_of(self._target)

@@ -161,6 +161,8 @@ class Recorder(Stackable):
         self.device = device
         self.script = script
         """Will the script's own code, outside of modules, be taped?"""
+        self.stretches = reorder and device.type == "cpu"
+        """May long recurrent layers run in stretches? cuDNN's draw their dropout between layers from a state of its own."""
         self.tape = tape
         """Drops values during the watched iteration too, for jobs that do not fit otherwise."""
         self.tables = tables or {}
@@ -369,8 +371,7 @@ class Recorder(Stackable):
         finally:
             self.switch(mode, hooks, self.gate_on)
             self.mark("rebuilt")
-        # cuDNN's draws its dropout between layers from a state of its own.
-        return self._stepwise or (self.reorder and self.device.type == "cpu" and long(args))
+        return self._stepwise or (self.stretches and long(args))
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """See :class:`Stackable`."""
