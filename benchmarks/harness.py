@@ -215,7 +215,9 @@ class _Run:
 
     def _await(self, pending: list[_Worker]) -> list[_Worker]:
         """Wait for one of them at least; those that live on. `pending` loses all that are done."""
-        late = {w: min(w.began + self.patience, self.ends) for w in pending}
+        # Without eager there is nothing to compare with: it may take of the time of the workloads that follow.
+        ends = {w: self.harness.deadline if w.case == self.cases[0] else self.ends for w in pending}
+        late = {w: min(w.began + self.patience, ends[w]) for w in pending}
         heard = wait([w.pipe for w in pending], max(0.0, min(late.values()) - time.monotonic()))
         alive = []
         for worker in list(pending):
@@ -223,7 +225,7 @@ class _Run:
                 worker.hear()
             elif time.monotonic() >= late[worker]:
                 given_up = {"error": f"not set up within {self.patience:.0f} seconds"}
-                worker.record = LATE if time.monotonic() >= self.ends else given_up
+                worker.record = LATE if time.monotonic() >= ends[worker] else given_up
                 worker.process.kill()
             else:
                 continue
