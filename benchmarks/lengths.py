@@ -101,7 +101,9 @@ def main() -> None:
     if args.case:
         print(json.dumps(case(*args.case, args.max_overhead, args.rounds)))
         return
-    if args.epoch:
+    if args.epoch is not None:
+        if args.epoch < 1:
+            parser.error(f"--epoch {args.epoch}: must be 1 or more batches")
         torch.set_num_threads(1)
         found = epoch(args.epoch, args.max_overhead)
         share = found["again"] / found["seconds"]
