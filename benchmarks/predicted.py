@@ -59,15 +59,14 @@ def predicted(
         return prediction.eager_peak if overhead is None else prediction.plan(max_overhead=overhead).peak
 
     size = asdict(size_of(workload, preset, **changes))
+    on: Any = {"device": device, "reorder": reorder}
     if fill:
         assert memory is not None
-        batch, found = largest(
-            make, lambda p: p.eager_peak, memory, device=device, start=size["batch"], reorder=reorder
-        )
+        batch, found = largest(make, lambda p: p.eager_peak, memory, start=size["batch"], **on)
         size["batch"] = batch or size["batch"]
     else:
         found = None
-    found = found or predict(make, device=device, reorder=reorder)
+    found = found or predict(make, **on)
     about = {"workload": workload, "preset": preset, "device": device, "size": size, "predicted": True}
     records = [
         about | {"system": "eager", "setting": "", "peak_bytes": found.eager_peak, "seconds": found.step_seconds}
@@ -83,9 +82,7 @@ def predicted(
         records.append(record | {"overhead": plan.overhead, "ratio": plan.base_peak / plan.peak})
         if fill:
             assert memory is not None
-            most, _ = largest(
-                make, lambda p, o=overhead: peak(o, p), memory, device=device, start=size["batch"], reorder=reorder
-            )  # type: ignore[misc]
+            most, _ = largest(make, lambda p, o=overhead: peak(o, p), memory, start=size["batch"], **on)  # type: ignore[misc]
             records[-1]["largest_batch"] = most
     if memory is not None:
         for record in records:

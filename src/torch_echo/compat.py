@@ -798,6 +798,27 @@ def off_kernel() -> None:
     _destroy(_handler)
 
 
+def _put_on(key: str, functions: Mapping[str, Callable[..., Any]]) -> tuple[torch.library.Library, ...]:
+    """Have these functions called for the ops of these names where the dispatch key is included, but not within them; other ops
+    pass it by. For as long as the libraries live."""
+    without = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+
+    def usual(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(without):
+                return function(*args, **kwargs)
+
+        return call
+
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, key)
+    library = torch.library.Library("aten", "IMPL", key)
+    for name, function in functions.items():
+        library.impl(name, usual(function))
+    return others, library
+
+
 def _destroy(libraries: list[torch.library.Library]) -> None:
     for library in libraries:
         library._destroy()
@@ -819,21 +840,7 @@ def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
     and sees nothing of what they call; within them, the ops are as ever. Other ops go straight to their kernels. They are
     the same in all calls."""
     if not _other_kernels:
-
-        def usual(function: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_KERNELS)):
-                    return function(*args, **kwargs)
-
-            return call
-
-        others = torch.library.Library("_", "IMPL")
-        others.fallback(torch.library.fallthrough_kernel, "Fake")
-        library = torch.library.Library("aten", "IMPL", "Fake")
-        for name, function in functions.items():
-            library.impl(name, usual(function))
-        _other_kernels.extend((others, library))
+        _other_kernels.extend(_put_on("Fake", functions))
     key = torch._C.DispatchKeySet(_BEFORE_KERNELS)
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
@@ -843,28 +850,14 @@ def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
 _BEFORE_AUTOGRAD = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
 """A dispatch key above autograd, for modes in C++. PyTorch has nothing on it but a few ops of its own tests."""
 
-_instead: list[Any] = []
+_instead: list[torch.library.Library] = []
 
 
 def instead(functions: Mapping[str, Callable[..., Any]]) -> Any:
     """Context: on this thread the ops of these names (``lstm.input``) are these functions, and autograd records what those call.
     Within them, the ops are as ever."""
     if not _instead:
-
-        def usual(function: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BEFORE_AUTOGRAD)):
-                    return function(*args, **kwargs)
-
-            return call
-
-        others = torch.library.Library("_", "IMPL")
-        others.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
-        library = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericMode")
-        for name, function in functions.items():
-            library.impl(name, usual(function))
-        _instead.extend((others, library))
+        _instead.extend(_put_on("TESTING_ONLY_GenericMode", functions))
     return torch._C._IncludeDispatchKeyGuard(_BEFORE_AUTOGRAD)
 
 

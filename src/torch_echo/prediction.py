@@ -211,14 +211,14 @@ class _Recording(Session):
         if self._recorder is not None and self._target != "cpu":
             self._recorder.stretches = False
 
-    def _graph_of(self, recorder: Recorder) -> TrainingGraph:
+    def _graph_of(self, recorder: Recorder, apart: bool = True) -> TrainingGraph:
         cost = _cost_of(self._target)
         seconds: dict[int, float] = {}
         calls = self._run.calls[self._begins :]
         for node, call in calls:
             seconds[node] = seconds.get(node, 0.0) + cost.seconds(call.func, call.spec)
         nodes = {node: s for node, s in seconds.items() if 0 <= node < _NODES}
-        graph = build(recorder, cost, self.trained.optimizer_states(self.device), nodes)
+        graph = build(recorder, cost, self.trained.optimizer_states(self.device), nodes, apart)
         cost.save()
         graph.step_seconds = busy = sum(seconds.values())
         graph.meta |= {"device": self._target, "predicted": "yes"}
@@ -226,7 +226,7 @@ class _Recording(Session):
         if self._target == "cuda":
             host = TYPICAL_GPU.host * len(calls)
             graph.step_seconds, slack = max(host, busy), max(0.0, busy - host)
-            _on_gpu(graph, recorder, self.options.reorder)
+            _on_gpu(graph, recorder)
         else:
             graph.rerun_overhead, graph.rebuilt_byte_seconds = RERUN_SECONDS, REBUILT_BYTE_SECONDS
         self.recorded.append((graph, slack))
@@ -242,7 +242,7 @@ def _cost_of(device: str) -> CostModel:
     return get_cost_model("analytic", device)
 
 
-def _on_gpu(graph: TrainingGraph, recorder: Recorder, reorder: bool) -> None:
+def _on_gpu(graph: TrainingGraph, recorder: Recorder) -> None:
     """What is different on a GPU with the same ops."""
     graph.rng_state_bytes = 0  # generators keep their states in the host's memory
     graph.base_bytes += CUBLAS_WORKSPACE
@@ -250,5 +250,5 @@ def _on_gpu(graph: TrainingGraph, recorder: Recorder, reorder: bool) -> None:
         storage.nbytes = -(-storage.nbytes // GRANULE) * GRANULE
     forward = (op for op in graph.ops if op.phase is Phase.FORWARD)
     for op, call in zip(forward, recorder.calls, strict=True):
-        if nondeterministic_on(call.rule, "cuda", reorder):
+        if nondeterministic_on(call.rule, "cuda", recorder.reorder):
             op.traits |= Trait.KEEP

@@ -23,7 +23,6 @@ _UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
-    "aten::_cudnn_rnn": (),  # writes its dropout state
 }
 """Arguments that an op changes although its schema does not say so: running mean and variance."""
 

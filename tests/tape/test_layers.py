@@ -32,6 +32,7 @@ from .harness import (
     randomly,
     train,
 )
+from .models import simple_step
 
 WIDTH, STEPS, BATCH = 12, 10, 5
 
@@ -68,14 +69,15 @@ class Net(nn.Module):
         return out.sigmoid().mean() + last.square().mean()
 
 
-def step(model: Net, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
-    optimizer.zero_grad()
+def loss_of(model: nn.Module, i: int) -> Tensor:
+    assert isinstance(model, Net)
     torch.manual_seed(i)
     shape = (BATCH, STEPS, WIDTH) if model.rnn.batch_first else (STEPS, BATCH, WIDTH)
-    loss = model(torch.randn(shape, dtype=model.output.weight.dtype))
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+    loss: Tensor = model(torch.randn(shape, dtype=model.output.weight.dtype))
+    return loss
+
+
+step = simple_step(loss_of)
 
 
 def case(

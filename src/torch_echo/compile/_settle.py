@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from torch_echo.planning import Point
 
-__all__ = ["settle"]
+__all__ = ["LEVELS", "settle"]
 
 LEVELS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.0)
 """Fractions of a step's time whose plans are looked up where one that takes longer takes more memory than they promise: the same
@@ -39,12 +39,9 @@ def settle(
     takes more.
     """
     found = {first: peak_of(first)}
+    lower = [level for level in levels if level < seconds]
     for _ in range(tries):
-        more = (
-            _beyond(points, found, budget)
-            if budget is not None
-            else _below(points, found, [level for level in levels if level < seconds])
-        )
+        more = _beyond(points, found, budget) if budget is not None else _below(points, found, lower)
         if more is None:
             break
         found[more] = peak_of(more)

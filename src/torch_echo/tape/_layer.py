@@ -112,6 +112,11 @@ class _Call(NamedTuple):
         state = states[0] if isinstance(self.state, torch.Tensor) else tuple(states)
         return _Call(x, self.sizes, state, list(weights), self.biases, 1, 0.0, self.train, both)
 
+    def weights_in(self, parts: int) -> list[list[torch.Tensor]]:
+        """Those of each of so many layers, or directions of one."""
+        each = len(self.weights) // parts
+        return [self.weights[i * each : (i + 1) * each] for i in range(parts)]
+
     @property
     def stretched(self) -> bool:
         """Are there steps enough for stretches?"""
@@ -161,8 +166,7 @@ def long(args: tuple[Any, ...]) -> bool:
 def of_outputs(func: Any, args: tuple[Any, ...]) -> bool:
     """Can what is inside the layers of this call be rebuilt from their outputs?"""
     call = _Call.of(args)
-    each = len(call.weights) // call.layers
-    layers = [call.weights[i * each : (i + 1) * each] for i in range(call.layers)]
+    layers = call.weights_in(call.layers)
     return call.sizes is None and all(rebuildable(func, weights, call.biases, call.both) for weights in layers)
 
 
@@ -174,11 +178,11 @@ def in_layers(func: Any, args: tuple[Any, ...], runner: LayerRunner, stretches: 
     if call.layers == 1 and not stretches:
         return _whole(func, call, runner, 0)
     x = call.x.transpose(0, 1) if call.batch_first else call.x
-    rows, weights = 1 + call.both, len(call.weights) // call.layers
+    rows = 1 + call.both
     last: list[tuple[torch.Tensor, ...]] = []
-    for i in range(call.layers):
+    for i, weights in enumerate(call.weights_in(call.layers)):
         states = [s.narrow(0, i * rows, rows) for s in call.states]
-        layer = call.part(x, states, call.weights[i * weights : (i + 1) * weights], call.both)
+        layer = call.part(x, states, weights, call.both)
         x, *end = (_in_stretches if stretches else _whole)(func, layer, runner, i)
         last.append(tuple(end))
         if call.dropout and call.train and i + 1 < call.layers:
@@ -205,13 +209,12 @@ def _in_stretches(func: Any, layer: _Call, runner: LayerRunner, number: int) -> 
     """One layer, in each direction stretch after stretch."""
     directions = 1 + layer.both
     size = math.ceil(layer.steps / round(layer.steps / STRETCH))
-    weights = len(layer.weights) // directions
     outs, ends, parts = [], [], []
-    for d in range(directions):
+    for d, weights in enumerate(layer.weights_in(directions)):
         states: Sequence[torch.Tensor] = [s.narrow(0, d, 1) for s in layer.states]
         made, first = [], 0
         for x in (layer.x.flip(0) if d else layer.x).split(size):
-            part = layer.part(x, states, layer.weights[d * weights : (d + 1) * weights], False)
+            part = layer.part(x, states, weights, False)
             out, *states = runner.run_layer(number, func, part.args())
             made.append(out)
             steps = len(x)

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -45,6 +45,8 @@ __all__ = [
     "written",
 ]
 
+
+_Kind = TypeVar("_Kind")
 
 NO_KWARGS: dict[str, Any] = {}
 """Shared by all calls without keyword arguments: the tape makes few objects, for the collector's sake."""
@@ -284,7 +286,7 @@ class Recipe:
             if recipe is None or recipe.bare:
                 continue
             recipe.bare = True
-            for leaf in leaves_in(recipe.args, recipe.kwargs):
+            for leaf in _among(recipe.args, recipe.kwargs, Leaf):
                 if leaf.tensor.requires_grad and not leaf.tensor.is_leaf:
                     leaf.tensor = compat.alias_below(leaf.tensor)
             todo.extend(slot.recipe for slot in slots_in(recipe.args, recipe.kwargs))
@@ -391,23 +393,17 @@ class Recipe:
 
 def slots_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Slot]:
     """The slots of the views among a recipe's arguments."""
-    found = []
+    return [view.slot for view in _among(args, kwargs, View)]
+
+
+def _among(args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[_Kind]) -> list[_Kind]:
+    """Those of one kind among a recipe's arguments, lists of them included."""
+    found: list[_Kind] = []
     for a in (*args, *kwargs.values()) if kwargs else args:
-        if type(a) is View:
-            found.append(a.slot)
-        elif type(a) is list:
-            found.extend(b.slot for b in a if type(b) is View)
-    return found
-
-
-def leaves_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
-    """The leaves among a recipe's arguments."""
-    found = []
-    for a in (*args, *kwargs.values()):
-        if type(a) is Leaf:
+        if type(a) is kind:
             found.append(a)
         elif type(a) is list:
-            found.extend(b for b in a if type(b) is Leaf)
+            found.extend(b for b in a if type(b) is kind)
     return found
 
 

@@ -828,12 +828,8 @@ class Session:
         self.on_event("planned")
         return True
 
-    def _graph_of(self, recorder: Recorder) -> TrainingGraph:
-        """The training graph of the iteration that was recorded."""
-        return self._built(recorder)
-
-    def _built(self, recorder: Recorder, apart: bool = True) -> TrainingGraph:
-        """See `build`."""
+    def _graph_of(self, recorder: Recorder, apart: bool = True) -> TrainingGraph:
+        """The training graph of the iteration that was recorded. `apart`: see `build`."""
         assert self.device is not None
         cost = get_cost_model(self.options.cost, self.device)
         graph = build(recorder, cost, self.trained.optimizer_states(self.device), apart=apart)
@@ -863,12 +859,22 @@ class Session:
                 fixed_seconds=engine_seconds(graph),
             )
 
+        tried: Plan | None = None
         if any(call.outputs is not None for call in recorder.calls):
             # A layer that is one op makes outputs and inside in one run, so there are plans that the other graph does not have.
-            whole = self._built(recorder, apart=False)
-            if not self.ranks.alone or not _better(plan_for(graph, least=True), plan_for(whole, least=True), budget):
+            whole = self._graph_of(recorder, apart=False)
+            if not self.ranks.alone:
                 graph = whole
-        made = self.ranks.agree(self._recordings, graph, recorder.codes, budget, lambda: plan_for(graph))
+            else:
+                tried, other = plan_for(graph, least=True), plan_for(whole, least=True)
+                if not _better(tried, other, budget):
+                    graph, tried = whole, other
+
+        def own() -> Plan:
+            infeasible = tried is not None and budget is not None and tried.peak > budget
+            return plan_for(graph) if tried is None or infeasible else tried  # the former raises what is to be raised
+
+        made = self.ranks.agree(self._recordings, graph, recorder.codes, budget, own)
         limit = None if self._limit is None else self._limit.plannable
         if limit is not None and made.peak > limit - kind.excess:
             made = plan(
