@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._C._profiler import _EventType
+from torch.autograd import forward_ad as fwAD
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -825,6 +826,25 @@ def _destroy(libraries: list[torch.library.Library]) -> None:
     libraries.clear()
 
 
+def plain_cross_entropy(*args: Any) -> torch.Tensor:
+    """PyTorch's own, whatever :func:`on_cross_entropy` was given."""
+    loss: torch.Tensor = torch.ops.aten.cross_entropy_loss.default.decompose(*args)
+    return loss
+
+
+def on_cross_entropy(function: Callable[..., torch.Tensor]) -> Callable[[], None]:
+    """Have `function` called for each cross-entropy, above autograd and below autocast. The result undoes it."""
+    libraries = [torch.library.Library("aten", "IMPL", key) for key in ("AutogradCPU", "AutogradCUDA")]
+    for library in libraries:
+        library.impl("cross_entropy_loss", function)
+    return functools.partial(_destroy, libraries)
+
+
+def unusual_autograd() -> bool:
+    """Is a functorch transform, forward-mode differentiation or a tracer at work?"""
+    return functorch_active() or fwAD._current_level >= 0 or torch._C._get_tracing_state() is not None
+
+
 def without_kernels() -> Any:
     """Context: this thread, and backward passes that it starts, call what :func:`on_kernel` was given instead of kernels."""
     return torch._C._IncludeDispatchKeyGuard(_BEFORE_KERNELS)
@@ -982,7 +1002,13 @@ class Fakes:
             return next(s for g, s in zip(given, stand, strict=True) if g is a)
 
         alone = torch.utils._python_dispatch._disable_current_modes()
-        with alone, with_kernels(), torch._C._AutoDispatchBelowAutograd(), self._mode:
+        include = torch._C._dispatch_tls_local_include_set()
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+        modes = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+            torch._C.DispatchKey.PythonTLSSnapshot
+        )
+        above = torch._C._ForceDispatchKeyGuard(include, exclude - modes)  # called below_autograd, perhaps
+        with above, alone, with_kernels(), torch._C._AutoDispatchBelowAutograd(), self._mode:
             fakes = map_leaves(fake, (list(args), dict(kwargs)))
             result = func(*fakes[0], **fakes[1])
         return result, given, stand

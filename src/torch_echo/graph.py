@@ -11,7 +11,7 @@ All sizes are bytes, all durations seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, IntFlag
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Op",
     "OpClass",
     "Phase",
+    "PlainFree",
     "Save",
     "Storage",
     "TrainingGraph",
@@ -198,6 +199,15 @@ class BackwardPass:
     """With ``retain_graph`` rebuilt values stay until the end of the pass, and recipes stay for the next one."""
 
 
+@dataclass(slots=True)
+class PlainFree:
+    """When a storage would be freed in the script's own run."""
+
+    storage: int
+    tick: int
+    """That of its allocation: it would not be there."""
+
+
 @dataclass
 class TrainingGraph:
     """One training iteration: ops in the order they ran, values, storages, what autograd saved.
@@ -225,6 +235,21 @@ class TrainingGraph:
     """Bytes of a generator's state, pinned by each dropped random value from its draw to its rebuild."""
     meta: dict[str, str] = field(default_factory=dict)
     """Provenance: device, versions."""
+    plain_storages: list[Storage] = field(default_factory=list)
+    """Blocks that the script's own run would have and this iteration had not: what was computed in fewer."""
+    plain_frees: list[PlainFree] = field(default_factory=list)
+    """Storages that it would free at other ticks, or not have at all."""
+
+    @property
+    def plain(self) -> TrainingGraph:
+        """The iteration as the script's own run has it, for its footprint: this one, but for what is computed in fewer blocks."""
+        if not self.plain_storages and not self.plain_frees:
+            return self
+        storages = self.storages + self.plain_storages
+        for free in self.plain_frees:
+            old = storages[free.storage]
+            storages[free.storage] = replace(old, free=free.tick, held=min(old.held, free.tick))
+        return replace(self, storages=storages, plain_storages=[], plain_frees=[])
 
     @property
     def older_bytes(self) -> int:

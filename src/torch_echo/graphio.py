@@ -28,6 +28,7 @@ from torch_echo.graph import (
     Op,
     OpClass,
     Phase,
+    PlainFree,
     Save,
     Storage,
     TrainingGraph,
@@ -38,16 +39,15 @@ from torch_echo.graph import (
 __all__ = ["FORMAT", "VERSION", "load_graph", "save_graph"]
 
 FORMAT = "torch-echo training graph"
-VERSION = 3
+VERSION = 4
 
 _SCALARS = {
     "ticks": int, "base_bytes": int, "step_seconds": float, "rerun_overhead": float, "rebuilt_byte_seconds": float,
     "rng_state_bytes": int,
 }  # fmt: skip
+_STORAGE = {"nbytes": int, "kind": Kind, "layer": str, "alloc": int, "free": int, "held": int, "fused": Fused}
 _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
-    "storages": (
-        Storage, {"nbytes": int, "kind": Kind, "layer": str, "alloc": int, "free": int, "held": int, "fused": Fused}
-    ),
+    "storages": (Storage, _STORAGE),
     "values": (Value, {"storage": int, "version": int, "producer": int, "keepable": bool}),
     "ops": (
         Op,
@@ -67,6 +67,8 @@ _COLUMNS: dict[str, tuple[type, dict[str, Any]]] = {
     "classes": (OpClass, {"name": str, "layer": str, "site": tuple}),
     "sites": (CallSite, {"layer": str, "call": int, "place": tuple, "count": int}),
     "passes": (BackwardPass, {"start": int, "end": int, "keeps_graph": bool}),
+    "plain_storages": (Storage, _STORAGE),
+    "plain_frees": (PlainFree, {"storage": int, "tick": int}),
 }  # fmt: skip
 
 

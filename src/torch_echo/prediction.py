@@ -59,7 +59,7 @@ class Prediction:
     @property
     def eager_peak(self) -> int:
         """Bytes: the peak of plain PyTorch, everything on the device included."""
-        return replay(self.graph).peak
+        return replay(self.graph.plain).peak
 
     @property
     def step_seconds(self) -> float:
@@ -101,7 +101,7 @@ class Prediction:
     def explanation(self, **options: Any) -> Explanation:
         """The plan as a table, with the composition of both peaks."""
         made = self.plan(**options)
-        return Explanation(self.graph, made, replay(self.graph), replay(self.graph, made.dropped))
+        return Explanation(self.graph, made, replay(self.graph.plain), replay(self.graph, made.dropped))
 
     def __repr__(self) -> str:
         fits = ""
@@ -149,7 +149,7 @@ def predict(
     if not session.recorded:
         why = "; ".join(f"{what}: {reason}" for what, reason, _ in session.unhandled)
         raise CaptureError(f"no training step could be recorded{f': {why}' if why else ''}")
-    graph = max(session.recorded, key=lambda each: replay(each[0]).peak)
+    graph = max(session.recorded, key=lambda each: replay(each[0].plain).peak)
     return Prediction(graph[0], memory, graph[1])
 
 
@@ -246,7 +246,7 @@ def _on_gpu(graph: TrainingGraph, recorder: Recorder) -> None:
     """What is different on a GPU with the same ops."""
     graph.rng_state_bytes = 0  # generators keep their states in the host's memory
     graph.base_bytes += CUBLAS_WORKSPACE
-    for storage in graph.storages:
+    for storage in (*graph.storages, *graph.plain_storages):
         storage.nbytes = -(-storage.nbytes // GRANULE) * GRANULE
     forward = (op for op in graph.ops if op.phase is Phase.FORWARD)
     for op, call in zip(forward, recorder.calls, strict=True):

@@ -342,7 +342,7 @@ def unknown_inside(graph: TrainingGraph, made: Plan) -> int:
 def check_baseline(plain: Trace, session: Session, tolerance: float = 0.005) -> None:
     """The replay of the recorded step against the peak of the same step in plain PyTorch."""
     assert session.graph is not None
-    rise = replay(session.graph).peak - session.graph.start_bytes
+    rise = replay(session.graph.plain).peak - session.graph.start_bytes
     assert abs(plain.rise - rise) <= tolerance * max(rise, 1), (
         f"plain PyTorch measured {plain.rise - rise:+d} bytes from the replay, which adds {rise}"
     )

@@ -26,6 +26,13 @@ _LIMITS, _CONVOLUTION_LIMITS = (64 << 20, 2e9), (256 << 20, 5e10)
 """Bytes that a call which is run may read and write, and FLOPs that it may take. With few samples oneDNN may choose another layout
 for a convolution, and with it other copies: a second or two are worth it."""
 
+_WEIGHTS = {
+    "convolution": (1, 2), "convolution_backward": (2,), "convolution_overrideable": (1, 2),
+    "native_batch_norm": (1, 2, 3, 4), "_native_batch_norm_legit": (1, 2, 3, 4),
+    "native_batch_norm_backward": (2, 3, 4, 5, 6), "native_group_norm": (1, 2), "native_group_norm_backward": (2, 3, 4),
+}  # fmt: skip
+"""Arguments by channel: there may be as many of these as samples. Not all of these kernels look whether there are enough."""
+
 _STEPS = (16, 48)
 """Time steps of an LSTM that are run."""
 
@@ -81,7 +88,8 @@ def _with_samples(spec: OpSpec, samples: int, fewer: int) -> OpSpec:
             return (fewer, *a[1:]) if len(a) > 2 and a[0] == samples else a
         return tuple([node(part) for part in a]) if type(a) is tuple else a
 
-    return spec._replace(args=tuple([node(a) for a in spec.args]))
+    weights = next((numbers for name, numbers in _WEIGHTS.items() if spec.op.startswith(f"aten.{name}.")), ())
+    return spec._replace(args=tuple([a if i in weights else node(a) for i, a in enumerate(spec.args)]))
 
 
 def _run_lstm(spec: OpSpec) -> int:

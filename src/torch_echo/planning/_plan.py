@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from torch_echo.errors import BudgetInfeasible, OptionError
-from torch_echo.footprint import Footprint, Replayer
+from torch_echo.footprint import Footprint, Replayer, replay
 from torch_echo.graph import TrainingGraph
 from torch_echo.nested import replay as replay_nested
 from torch_echo.planning._cut import MinCut
@@ -36,7 +36,7 @@ class Plan:
     peak: int
     """Bytes: the replayed peak under the plan, or that of the code which a compiler makes of it."""
     base_peak: int
-    """Bytes: the replayed peak with everything kept."""
+    """Bytes: the replayed peak of the script's own run, with everything kept."""
     floor: int
     """Bytes: the least peak that any plan found reaches."""
     extra_seconds: float
@@ -103,6 +103,12 @@ def plan(
             f"searched: the prices ({front.candidates} candidates replayed, {len(front.points)} on the front)"
         )
     base = replayer.replay()
+    plain = base.peak
+    if graph.plain is not graph:
+        plain = replay(graph.plain).peak
+        notes.append(
+            f"cross-entropy in one block: {format_bytes(plain - base.peak)} less at the peak, before anything is rebuilt"
+        )
     footprint = footprint_of(replayer, point)
     if not fits and budget is not None:
         if on_infeasible == "raise":
@@ -112,7 +118,7 @@ def plan(
     return Plan(
         dropped=point.dropped,
         peak=point.peak,
-        base_peak=base.peak,
+        base_peak=plain,
         floor=floor,
         extra_seconds=point.extra_seconds,
         step_seconds=graph.step_seconds,

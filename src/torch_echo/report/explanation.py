@@ -42,7 +42,7 @@ class Explanation:
     @classmethod
     def of_file(cls, path: str | Path, options: Options) -> Explanation:
         """Plan the graph in a file with these options. Raises GraphFileError, BudgetInfeasible or OptionError."""
-        from torch_echo.footprint import Replayer
+        from torch_echo.footprint import Replayer, replay
         from torch_echo.graphio import load_graph
         from torch_echo.planning import plan
 
@@ -55,7 +55,7 @@ class Explanation:
             on_infeasible=options.on_infeasible,
         )
         replayer = Replayer(graph)
-        return cls(graph, made, replayer.replay(), replayer.replay(made.dropped))
+        return cls(graph, made, replay(graph.plain), replayer.replay(made.dropped))
 
     def distance(self, time_limit: float = 60.0) -> str:
         """In words: how far the plan's time is from the least at its peak. `time_limit`: seconds for the solver."""

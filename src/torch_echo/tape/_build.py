@@ -23,6 +23,7 @@ from torch_echo.graph import (
     Op,
     OpClass,
     Phase,
+    PlainFree,
     Save,
     Storage,
     TrainingGraph,
@@ -33,7 +34,7 @@ from torch_echo.tape._gate import Place
 from torch_echo.tape._gates import rebuild_seconds
 from torch_echo.tape._layer import Inside, shape_of
 from torch_echo.tape._recipe import Region, disjoint
-from torch_echo.tape._record import LayerCalls, OpCall, Recorder, SavedTensor
+from torch_echo.tape._record import LayerCalls, LossCall, OpCall, Recorder, SavedTensor
 from torch_echo.tape._stack import Site
 
 __all__ = ["build"]
@@ -71,6 +72,19 @@ class _Walk:
     """Ops so far, by class."""
     beside: float = 0.0
     """Seconds of ops that no step runs but to rebuild."""
+    losses: dict[int, _Loss] = field(default_factory=dict)
+    """Cross-entropies in one block, by identity of the call."""
+
+
+@dataclass
+class _Loss:
+    """A cross-entropy in one block."""
+
+    call: LossCall
+    op: Op
+    begin: int = -1
+    end: int = -1
+    """Ticks within its backward node."""
 
 
 def build(
@@ -161,6 +175,8 @@ def build(
             for i in packed:
                 _pack(walk, recorder, i)
             packed.clear()
+            if mark.payload.loss is not None:
+                walk.losses[id(mark.payload.loss)] = _Loss(mark.payload.loss, inside)
             layer = mark.payload.outputs
             if apart and cost is not None and layer is not None:
                 walk.ops[id(mark.payload)] = inside
@@ -190,6 +206,10 @@ def build(
                 rebuilds.append((times[tick], times[tick]))
             else:
                 rebuilds[-1] = (rebuilds[-1][0], times[tick])
+        elif mark.what == "loss":
+            walk.losses[id(mark.payload)].begin = tick
+        elif mark.what == "loss done":
+            walk.losses[id(mark.payload)].end = tick
         elif mark.what == "backward":
             keep_graph.append(BackwardPass(tick, tick, bool(mark.payload)))
         elif mark.what == "done":
@@ -198,6 +218,8 @@ def build(
         _value(walk, recorder, s)  # also what only existed: optimizer state, gradients
     forward_ops = len(graph.ops)
     _confine(graph, begun, saves, recorder.saved)
+    for loss in walk.losses.values():
+        _in_plain_blocks(walk, recorder, loss)
     graph.saves = [s for s in saves if s.value >= 0]
     graph.passes = [p for p in keep_graph if p.end > p.start]
     _add_backward(graph, nodes, times, sequences, rebuilds, node_seconds)
@@ -241,6 +263,45 @@ def _confine(graph: TrainingGraph, calls: list[OpCall], saves: list[Save], saved
             for v in op.reads:
                 for scopes in readers:
                     narrow(v, scopes)
+
+
+def _in_plain_blocks(walk: _Walk, recorder: Recorder, loss: _Loss) -> None:
+    """Note what a cross-entropy in one block would take as PyTorch's ops (see ``_loss``): log-softmax from forward to the end of
+    its node, its gradient in there, and the logits' gradient beside them; the logits only as long as others need them."""
+    graph, call, op = walk.graph, loss.call, loss.op
+    block = walk.storage[call.logits]
+    logits = graph.storages[block]
+    of_loss = set(call.saved)
+    mine = [walk.saves[i] for i in call.saved if recorder.saved[i].storage == call.logits]
+    others = [
+        save.release
+        for i, save in enumerate(walk.saves)
+        if i not in of_loss and recorder.saved[i].storage == call.logits
+    ]
+    gone = max((save.release for save in mine), default=logits.free) if loss.end < 0 else loss.end
+    if call.over:
+        for save in mine:
+            save.release = max(save.release, min(logits.free, graph.ticks))
+    inside = [(op.start, op.end), (loss.begin, loss.end)]
+    for i, storage in enumerate(graph.storages):
+        if any(start < storage.alloc and storage.free <= end for start, end in inside):
+            graph.plain_frees.append(PlainFree(i, storage.alloc))
+    for i in call.saved:  # the target: its node lets go of it before the logits' gradient is made
+        storage = graph.storages[walk.storage[recorder.saved[i].storage]]
+        if storage is not logits and loss.begin <= storage.free <= walk.saves[i].release + _SLACK:
+            graph.plain_frees.append(PlainFree(walk.storage[recorder.saved[i].storage], loss.begin))
+    held = max([walk.died.get(call.logits, graph.ticks), op.end, *others])
+    if logits.alloc >= 0 and held < logits.free:
+        graph.plain_frees.append(PlainFree(block, held))
+
+    def add(nbytes: int, kind: Kind, alloc: int, free: int) -> None:
+        graph.plain_storages.append(Storage(nbytes, kind, op.layer, alloc, free))
+
+    add(call.nbytes, Kind.FEATURE_MAP, op.start, max(op.end, gone))
+    if loss.end >= 0:
+        add(call.nbytes + call.beside, Kind.TEMPORARY, loss.begin, loss.end)
+        if call.over:
+            add(call.nbytes, Kind.GRADIENT, loss.begin, max(loss.end, logits.free))
 
 
 def _new_op(walk: _Walk, call: OpCall, name: str, site: Site, tick: int, reads: tuple[int, ...], traits: Trait) -> Op:

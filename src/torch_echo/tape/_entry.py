@@ -1,6 +1,6 @@
-"""Where the tape gets in: module calls, the autograd engine, optimizer steps.
+"""Where the tape gets in: module calls, cross-entropies, the autograd engine, optimizer steps.
 
-Three process-wide wrappers, installed when the first session starts and taken out with the last. Modules carry nothing of
+Process-wide wrappers, installed when the first session starts and taken out with the last. Modules carry nothing of
 torch-echo: what is known of them lives in ``entries``, by identity, so that pickle, deepcopy and state_dict are untouched.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_echo import compat
+from torch_echo.tape._loss import cross_entropy
 from torch_echo.tape._pause import CollectorPause
 from torch_echo.tape._recipe import Passes
 
@@ -33,7 +34,7 @@ class Owner(Protocol):
     def meet(self, module: torch.nn.Module) -> Entry | None:
         """A training call of a module that no session knows, outside of any other: take it in, or None."""
 
-    def before_backward(self, keep_graph: bool) -> Any:
+    def before_backward(self, keep_graph: bool, create_graph: bool) -> Any:
         """The engine is about to run on this thread; the result goes to `after_backward`."""
 
     def rehearse(self, backward: Callable[[list[torch.Tensor]], Any]) -> None:
@@ -115,7 +116,8 @@ def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         # (grad_outputs, retain_graph, create_graph, inputs, …), as torch.autograd calls it
         keep = len(args) < 3 or bool(args[1]) or bool(args[2])
-        states = [(owner, owner.before_backward(keep)) for owner in owners]
+        create = len(args) < 3 or bool(args[2])
+        states = [(owner, owner.before_backward(keep, create)) for owner in owners]
         if len(args) > 3 and not args[2] and not args[3] and kwargs.get("accumulate_grad", True):
             for owner in owners:
                 owner.rehearse(
@@ -203,6 +205,7 @@ def install(owner: Owner, watch_all: bool) -> None:
             _undo.append(lambda call=original_call: compat.set_module_call(call))  # type: ignore[misc]
             _undo.append(compat.wrap_backward(_wrap_engine))
             _undo.append(compat.wrap_hooks_disabled(_wrap_hooks_disabled))
+            _undo.append(compat.on_cross_entropy(cross_entropy))
             _undo.append(register_optimizer_step_pre_hook(_before_step).remove)
             _undo.append(register_optimizer_step_post_hook(_after_step).remove)
         if owner not in owners:

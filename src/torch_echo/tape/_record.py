@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from sys import _getframe
 from time import perf_counter
 from typing import Any
@@ -28,12 +28,15 @@ from torch_echo.rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._gate import Place
 from torch_echo.tape._gates import Part
 from torch_echo.tape._layer import layer_rule, layer_spec, long, of_outputs, plain, stepwise
+from torch_echo.tape._loss import CrossEntropy
 from torch_echo.tape._mode import OFF, Dropped, Table, Tape
 from torch_echo.tape._recipe import Passes, Region, region, tensors_in, written
 from torch_echo.tape._scope import Gathered, Scope
 from torch_echo.tape._stack import Site, Stackable, unpack
 
-__all__ = ["Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage"]
+__all__ = ["LossCall", "Mark", "OpCall", "PeakMeter", "Recorder", "SavedTensor", "SeenStorage"]
+
+_CROSS_ENTROPY = Rule(name="aten::cross_entropy_loss")
 
 
 @dataclass(slots=True)
@@ -73,6 +76,8 @@ class OpCall:
     seconds: float = 0.0
     inside: list[int] | None = None
     """Of a layer that runs as one op: storages that autograd saves and that are no outputs."""
+    loss: LossCall | None = None
+    """Of a cross-entropy in one block."""
     outputs: LayerCalls | None = None
     """The layer that it is a call of, if what is inside can be rebuilt from the outputs."""
     nodes: int = 1
@@ -90,6 +95,21 @@ class LayerCalls:
     calls: list[OpCall]
     output: int
     """Its storage."""
+
+
+@dataclass(slots=True)
+class LossCall:
+    """A cross-entropy in one block."""
+
+    logits: int
+    """Their storage."""
+    nbytes: int
+    beside: int
+    """Bytes that PyTorch has beside the gradients of the log-softmax, while it adds them up: with label smoothing there are two."""
+    saved: list[int] = field(default_factory=list)
+    """What autograd saved of it."""
+    over: bool = False
+    """Did their gradient take their place?"""
 
 
 @dataclass(slots=True)
@@ -196,12 +216,13 @@ class Recorder(Stackable):
         """Calls of sharded modules that are running."""
         self.gathered = gathered or Gathered(())
         self._numbers: dict[Scope, int] = {}
-        self._layer: OpCall | None = None
-        """The recurrent layer that is running as one op."""
+        self._whole: OpCall | None = None
+        """The recurrent layer, or the loss, that is running as one op."""
         self._stepwise = self._of_outputs = False
         """Does PyTorch compute the layers of the call that is running step by step? Can what is inside be rebuilt from outputs?"""
         self._layers: list[OpCall] = []
         """The calls of the layer that is running, in the second case."""
+        self._losses: dict[CrossEntropy, LossCall] = {}
         self.active = False
         self._profile = compat.MemoryProfile()
         self._late: list[Mark] = []
@@ -402,14 +423,14 @@ class Recorder(Stackable):
         )
         mode = self.mode_on
         self.mark("op", call)
-        self._layer = call
+        self._whole = call
         self.switch(False, self.hooks_on, self.gate_on)
         begin = perf_counter()
         try:
             out: tuple[torch.Tensor, ...] = func(*args)
         finally:
             call.seconds = perf_counter() - begin
-            self._layer = None
+            self._whole = None
             self.switch(mode, self.hooks_on, self.gate_on)
         self.mark("end", call)
         call.nodes = compat.sequence_number() - call.sequence
@@ -432,6 +453,61 @@ class Recorder(Stackable):
                 call.outputs = layer
             self.mark("layer", layer)
             self._layers = []
+
+    def takes_loss(self, logits: torch.Tensor) -> bool:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
+        return self.active and super().takes_loss(logits)
+
+    def run_loss(self, call: CrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
+        func = torch.ops.aten._log_softmax.default
+        made = LossCall(self._storage(logits), logits.nbytes, bool(call.smoothing) * logits[:, 0].nbytes)
+        op = OpCall(
+            func=func,
+            rule=_CROSS_ENTROPY,
+            spec=spec_of(func, (logits, 1, False)),
+            layer=self.layers[-1][0],
+            call=self.layers[-1][1],
+            site=(id(_CROSS_ENTROPY), *(self.place or (0, 0, 0))),
+            place=self.place,
+            turn=self.turn,
+            sequence=compat.sequence_number(),
+            reads=[self._storage(logits), self._storage(target)],
+            made=[],
+            mutated=[],
+            regions=[],
+            keep=True,
+            loss=made,
+            scopes=self._numbered(),
+        )
+        self._losses[call] = made
+        self.mark("op", op)
+        self._whole, first = op, len(self.saved)
+        begin = perf_counter()
+        try:
+            loss = super().run_loss(call, logits, target)
+        finally:
+            self._whole = None
+        op.seconds = perf_counter() - begin
+        self.mark("end", op)
+        made.saved = list(range(first, len(self.saved)))
+        op.nodes = compat.sequence_number() - op.sequence
+        index = self._storage(loss, new=True)
+        op.made = [index, *(s for s in op.made if s != index)]
+        self._watched.append(weakref.ref(loss, _Death(self, index)))
+        if self.tape is not None:
+            self.touched.update(i for i in (*op.reads, *op.made) if self._touches(i))
+        self.calls.append(op)
+        return loss
+
+    def loss_read(self, call: CrossEntropy, over: bool) -> None:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
+        self._losses[call].over = over
+        self.mark("loss", self._losses[call])
+
+    def loss_done(self, call: CrossEntropy) -> None:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
+        self.mark("loss done", self._losses[call])
 
     def _numbered(self) -> tuple[int, ...]:
         return tuple([self._numbers.setdefault(scope, len(self._numbers)) for scope in self.scopes])
@@ -477,9 +553,9 @@ class Recorder(Stackable):
             version = tensor._version
             return (tensor.detach() if compat.may_be_result(tensor, version) else tensor, version)
         index = len(self.saved)
-        storage = self._storage(tensor, new=self._layer is not None)
-        if self._layer is not None and storage not in self._layer.reads and storage not in self._layer.made:
-            self._layer.made.append(storage)
+        storage = self._storage(tensor, new=self._whole is not None)
+        if self._whole is not None and storage not in self._whole.reads and storage not in self._whole.made:
+            self._whole.made.append(storage)
         scopes = self._numbered() if self.scopes else ()
         self.saved.append(SavedTensor(storage, region(tensor), *self.layers[-1], self.place, self.turn, scopes))
         content = self.tape.pack(tensor) if self.tape is not None else None

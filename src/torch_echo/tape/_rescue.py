@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Collection
 from sys import _getframe
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from torch_echo import compat
 from torch_echo.cost import spec_of, work_of
 from torch_echo.rules import Rule, may_reuse, nondeterministic_on, rule_of
 from torch_echo.tape._limit import Limit
+from torch_echo.tape._loss import CrossEntropy
 from torch_echo.tape._mode import Dropped, Table, Tape, generator_of, gone, next_order
 from torch_echo.tape._recipe import (
     NO_KWARGS,
@@ -51,6 +52,8 @@ from torch_echo.tape._recipe import (
 from torch_echo.tape._stack import Site
 
 __all__ = ["Kept", "Note", "RescueTape", "Soft"]
+
+_Result = TypeVar("_Result")
 
 _LONGEST = 500
 """Ops, at most, that may have to be re-run for one value."""
@@ -254,10 +257,18 @@ class RescueTape(Tape):
 
     def run_layer(self, number: int, func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """See :class:`Stackable`. A layer draws no random numbers."""
+        return self._with_room(lambda: super(RescueTape, self).run_layer(number, func, args))
+
+    def run_loss(self, call: CrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See :class:`Stackable`."""
+        return self._with_room(lambda: super(RescueTape, self).run_loss(call, logits, target))
+
+    def _with_room(self, run: Callable[[], _Result]) -> _Result:
+        """Run what is an op as a whole; if an allocation fails, drop something and run it again."""
         wanted = 0
         while True:
             try:
-                return super().run_layer(number, func, args)
+                return run()
             except (RuntimeError, MemoryError) as error:
                 if not compat.is_out_of_memory(error):
                     raise

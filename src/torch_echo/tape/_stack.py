@@ -16,6 +16,7 @@ from torch_echo import compat
 from torch_echo.tape._gate import Gate, Place
 from torch_echo.tape._gates import Part
 from torch_echo.tape._layer import Inside, in_layers
+from torch_echo.tape._loss import CrossEntropy
 
 __all__ = ["Site", "Stackable", "alone", "overwritten", "unpack"]
 
@@ -101,6 +102,25 @@ class Stackable(compat.TensorMode):
     def layer_over(self, output: torch.Tensor, parts: Sequence[Part]) -> None:
         """See :class:`torch_echo.tape._layer.LayerRunner`."""
         raise NotImplementedError
+
+    def takes_loss(self, logits: torch.Tensor) -> bool:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
+        return self.saves_here() and compat.dispatch_modes.top() in (None, self)
+
+    def run_loss(self, call: CrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
+        mode = self.mode_on
+        self.switch(False, self.hooks_on, self.gate_on)
+        try:
+            return call.run(logits, target)
+        finally:
+            self.switch(mode, self.hooks_on, self.gate_on)
+
+    def loss_read(self, call: CrossEntropy, over: bool) -> None:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
+
+    def loss_done(self, call: CrossEntropy) -> None:
+        """See :class:`torch_echo.tape._loss.LossRunner`."""
 
     def layer_site(self, number: int, func: Any, inside: Inside = Inside.LAYER) -> Site:
         """The place in the code of a layer that is an op, or of its inside where that is one."""

@@ -48,6 +48,7 @@ from torch_echo.tape._heap import keep_heap
 from torch_echo.tape._install import REBUILT_BYTE_SECONDS, RERUN_SECONDS, engine_seconds, install_plan
 from torch_echo.tape._kinds import MOST_CALLS, MOST_KINDS, Kinds, Phase, RootCall, RootKey, StepKind
 from torch_echo.tape._limit import Limit
+from torch_echo.tape._loss import LossRunner, compute_by, computes
 from torch_echo.tape._mode import OFF, Table, Tape, unpack
 from torch_echo.tape._online import OnlineTape
 from torch_echo.tape._pause import CollectorPause
@@ -194,6 +195,8 @@ class Session:
         self._broken = False
         """Did that happen in this iteration?"""
         self._watch_all = False
+        self._losses = self.options.policy == "echo"
+        """May cross-entropies be computed in one block (see ``_loss``)?"""
 
     # --- what it knows -----------------------------------------------------------------------------------------------
 
@@ -243,6 +246,7 @@ class Session:
         self._stop_check(None)
         self._stop_comparison()
         self._use(None)
+        compute_by(None)
         self._off = True
         _entry.uninstall(self)
 
@@ -356,6 +360,7 @@ class Session:
                 return original(module, *args, **kwargs)
             free = self._may_tape(module)
             self._enter_root(entry, module, args, kwargs, free)
+            compute_by(None)
             if not free or (self._in_force is None and self._recorder is None):
                 lean = free and self._lean() and self.phase is not Phase.OFF
                 return self._call_unplanned(lean, entry, module, args, kwargs)
@@ -363,6 +368,8 @@ class Session:
         if recorder is not None and recorder.active:
             if threading.current_thread() is not self._thread:
                 return original(module, *args, **kwargs)
+            if not local.depth:
+                self._compute_losses(recorder)
             return self._call_recorded(recorder, entry, module, args, kwargs)
         if local.depth:
             if entry.tables is None and not entry.sharded:
@@ -373,6 +380,7 @@ class Session:
         check = self._check if threading.current_thread() is self._thread else None
         local.tape = local.planned
         local.tape.prune()
+        self._compute_losses(local.tape)
         with CollectorPause():
             try:
                 if check is None:
@@ -383,6 +391,10 @@ class Session:
                 return out
             finally:
                 local.tape.prune()
+
+    def _compute_losses(self, runner: LossRunner) -> None:
+        """From here to the backward pass, cross-entropies are computed in one block."""
+        compute_by(runner if self._losses else None)
 
     def _scope(self, entry: Entry, module: torch.nn.Module) -> AbstractContextManager[Any]:
         """Context: a call of this module runs, within which its parameters are gathered if it is sharded."""
@@ -408,6 +420,7 @@ class Session:
         if lean:
             local.tape = self._online()
             local.tape.prune()
+            self._compute_losses(local.tape)
             local.tape.switch(True, True)
         local.lifted += 1
         try:
@@ -1005,9 +1018,11 @@ class Session:
 
     # --- engine and optimizer ----------------------------------------------------------------------------------------
 
-    def before_backward(self, keep_graph: bool) -> Any:
+    def before_backward(self, keep_graph: bool, create_graph: bool) -> Any:
         """See :class:`torch_echo.tape._entry.Owner`."""
         local = self._local
+        self._losses &= not create_graph
+        compute_by(None)
         if not local.depth:
             self._close_script()
             if self._watch_all and not self.iterations and not self.unhandled:
@@ -1075,15 +1090,18 @@ class Session:
 
     def lift(self) -> Any:
         """See :class:`torch_echo.tape._entry.Owner`."""
+        runner = computes()
+        compute_by(None)
         tape = self._local.tape
         recorder = self._recorder if threading.current_thread() is self._thread else None
         self._local.lifted += 1
         above = recorder.lift() if recorder is not None else None
-        return recorder, above, tape, tape.lift()
+        return recorder, above, tape, tape.lift(), runner
 
     def lower(self, state: Any) -> None:
         """See :class:`torch_echo.tape._entry.Owner`."""
-        recorder, above, tape, places = state
+        recorder, above, tape, places, runner = state
+        compute_by(runner)
         self._local.lifted -= 1
         tape.lower(places)
         if recorder is not None and recorder.active:
