@@ -49,6 +49,22 @@ def test_a_call_that_is_too_large_is_run_with_fewer_samples(
     assert spec not in other._known
 
 
+def test_as_many_channels_as_samples(kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer samples, as many channels: a batch normalisation does not look whether its parameters are enough."""
+    monkeypatch.setattr(_cpu, "_LIMITS", (1 << 19, 1e12))
+    shapes: list[list[Any]] = []
+    monkeypatch.setattr(kernels, "_of", lambda func, spec: shapes.append([t.shape for t in spec.tensors()]) or 0)
+    x, parameter = torch.randn(32, 32, 16, 16), torch.randn(32)
+    args = (x, parameter, parameter, parameter, parameter, True, 0.1, 1e-5)
+    func = aten.native_batch_norm.default
+    kernels.workspace(func, spec_of(func, args))
+    assert shapes
+    for given in shapes:
+        assert given[0][0] < 32
+        assert given[0][1:] == (32, 16, 16)
+        assert given[1:] == [(32,)] * 4
+
+
 def test_a_call_whose_parameters_alone_are_too_large_is_not_run(
     kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,7 +291,8 @@ def _in_plain_blocks(walk: _Walk, recorder: Recorder, loss: _Loss) -> None:
         if storage is not logits and loss.begin <= storage.free <= walk.saves[i].release + _SLACK:
             graph.plain_frees.append(PlainFree(walk.storage[recorder.saved[i].storage], loss.begin))
     held = max([walk.died.get(call.logits, graph.ticks), op.end, *others])
-    if logits.alloc >= 0 and held < logits.free:
+    known = call.over or logits.free - max([held, gone, *(save.release for save in mine)]) <= _SLACK
+    if logits.alloc >= 0 and held < logits.free and known:  # otherwise something else held it to its end
         graph.plain_frees.append(PlainFree(block, held))
 
     def add(nbytes: int, kind: Kind, alloc: int, free: int) -> None:
