@@ -12,7 +12,8 @@ Method. Many cuts at different prices, and plans made from them, each judged by 
 2. *Moments*: where dropping moves the peak, prices at several moments. Each replay adds its own peak moment to the
    weights (fictitious play, "cut against moment"); early rebuilds that stand at the peak are charged to the ops that
    cause them.
-3. *Segments*: what a plan of the sweep keeps becomes dear except at the ends of k stretches, which are then rebuilt one
+3. *Regions*: what goes from one call of a module to another is kept, for each depth of calls, and the rest by price (``_regions``).
+   *Segments*: what a plan of the sweep keeps becomes dear except at the ends of k stretches, which are then rebuilt one
    at a time.
 4. *Order*: between neighbours on the front, wherever the gap is widest: one plan before a threshold along the forward
    order and the other after it, both ways.
@@ -45,6 +46,7 @@ from torch_echo.planning._front import Front, Gap, Point
 from torch_echo.planning._moves import Moves
 from torch_echo.planning._paper import paper_plan
 from torch_echo.planning._prices import Prices
+from torch_echo.planning._regions import boundaries
 from torch_echo.planning._segments import nested_points
 
 __all__ = ["Effort", "Search", "front"]
@@ -149,6 +151,7 @@ class Search:
         if len(self.cut.ops):
             self.sweep()
             self.moments()
+            self.regions()
             self.segments()
             self.order()
             self.moves()
@@ -297,6 +300,17 @@ class Search:
                 early[i] += self.prices.early_rebuilds(judged.masks[i], tick, rate * share)
 
     # -- 3 -----------------------------------------------------------------------------------------------------------
+
+    def regions(self) -> None:
+        """Boundaries kept, and what is inside of regions at few prices."""
+        starts = self._spread(self._swept, 3)[::-1]
+        masks = [
+            self.cut.solve(np.where(kept, 0.0, self.prices.nbytes * one.rate))
+            for kept in boundaries(self.replayer)
+            for one in starts
+        ]
+        if masks:
+            self.judge(np.array(masks[: 2 * self.effort.segments]), "regions")
 
     def segments(self) -> None:
         """Stretches that are rebuilt one at a time."""
