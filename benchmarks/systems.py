@@ -42,7 +42,7 @@ DEFAULT = 0.05
 _QUICK: tuple[tuple[str, tuple[float, ...]], ...] = (("tape", (DEFAULT, 0.15)), ("hand", ()), ("library", ()))
 _FIRST: tuple[tuple[str, tuple[float, ...]], ...] = (
     *_QUICK,
-    ("tape", (0.5, 0.3)),
+    ("tape", (0.5, 1.0, 0.3)),
     ("compile", ()),
     ("echo", (0.0, DEFAULT)),
 )
