@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import time
@@ -242,6 +243,45 @@ def test_with_reorder_kernels_need_not_add_in_a_fixed_order(name: str) -> None:
 def test_check_finds_no_difference() -> None:
     comparison = torch_echo.check(Training("attention").step, max_overhead=0.5)
     assert comparison.equal, comparison.differences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2048, 1000), (333, 32003)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)
+def test_cross_entropy_in_one_block(dtype: torch.dtype, shape: tuple[int, int], options: dict[str, Any]) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shape[1], 16, dtype=dtype) / 4)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(x @ self.weight.t(), target, **options).float().mean()
+
+    torch.manual_seed(0)
+    x = torch.randn(shape[0], 16, device=DEVICE, dtype=dtype)
+    target = torch.randint(0, shape[1], shape[:1], device=DEVICE)
+    target[::5] = -100
+    first = Head().to(DEVICE)
+    found = []
+    for session in (None, Session(Options(max_overhead=0.0))):
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if session is not None:
+            session.watch(model)
+        losses = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(x, target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if session is not None:
+            assert session.plan is not None
+            assert any("in one block" in note for note in session.plan.notes)
+            session.close()
+        found.append((losses, model.weight.detach().clone()))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_autocast_and_half_precision() -> None:

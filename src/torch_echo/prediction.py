@@ -209,7 +209,7 @@ class _Recording(Session):
         self._begins = len(self._run.calls)
         super()._start_recording(kind)
         if self._recorder is not None and self._target != "cpu":
-            self._recorder.stretches = False
+            self._recorder.stretches, self._recorder.as_on_gpu = False, True
 
     def _graph_of(self, recorder: Recorder, apart: bool = True) -> TrainingGraph:
         cost = _cost_of(self._target)

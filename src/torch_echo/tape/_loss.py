@@ -61,11 +61,11 @@ class CrossEntropy:
         loss: torch.Tensor = _Function.apply(logits, target, self)  # type: ignore[no-untyped-call]
         return loss
 
-    def in_parts(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows, and their log-softmax; the memory of that is the next one's too."""
+    def in_parts(self, logits: torch.Tensor, whole: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows, and their log-softmax; the memory of that is the next one's too. `whole`: all rows at once."""
         rows, classes = logits.shape
         size = max(_PART_BYTES, logits.nbytes // _PARTS) // (classes * logits.element_size())
-        size = max(_TOGETHER, size // _TOGETHER * _TOGETHER)
+        size = rows if whole else max(_TOGETHER, size // _TOGETHER * _TOGETHER)
         block = logits.new_empty(min(size, rows), classes)
         for first in range(0, rows, size):
             part = slice(first, min(first + size, rows))
@@ -75,7 +75,8 @@ class CrossEntropy:
         """The loss, and the total weight of the rows that count."""
         rows, classes = logits.shape
         chosen, summed = logits.new_empty(rows, 1), logits.new_empty(rows if self.smoothing else 0)
-        for part, values in self.in_parts(logits):
+        whole = self.smoothing > 0 and not self.runner.sums_by_row(logits)
+        for part, values in self.in_parts(logits, whole):
             # The loss of each row complains of targets that are no class.
             loss, _ = aten.nll_loss_forward(values, target[part], None, _NONE, self.ignore_index)
             torch.neg(loss, out=chosen[part, 0])
@@ -181,6 +182,9 @@ class LossRunner(Protocol):
 
     def run_loss(self, call: CrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss."""
+
+    def sums_by_row(self, logits: torch.Tensor) -> bool:
+        """Is the sum over a row the same, whatever the number of rows?"""
 
     def loss_read(self, call: CrossEntropy, over: bool) -> None:
         """Backward begins with a call, and will write the gradient `over` the logits."""

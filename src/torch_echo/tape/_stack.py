@@ -58,6 +58,8 @@ class Stackable(compat.TensorMode):
         super().__init__()
         self.reorder = reorder
         """See :class:`torch_echo.options.Options`."""
+        self.as_on_gpu = False
+        """Is what runs taken to run on a GPU (a prediction)?"""
         self.mode_on = False
         self.hooks_on = False
         self.gate_on = False
@@ -115,6 +117,10 @@ class Stackable(compat.TensorMode):
             return call.run(logits, target)
         finally:
             self.switch(mode, self.hooks_on, self.gate_on)
+
+    def sums_by_row(self, logits: torch.Tensor) -> bool:
+        """See :class:`torch_echo.tape._loss.LossRunner`. A GPU has several blocks of threads for a row where there are few rows."""
+        return self.reorder or not (logits.is_cuda or self.as_on_gpu)
 
     def loss_read(self, call: CrossEntropy, over: bool) -> None:
         """See :class:`torch_echo.tape._loss.LossRunner`."""
