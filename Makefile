@@ -32,6 +32,7 @@ bench: install
 
 results: install
 	$(BIN)/torch-echo bench --from docs/results/bench.json --out docs/results --page docs/results.md
+	$(BIN)/torch-echo bench --from docs/results-paper/bench.json --out docs/results-paper --page docs/results-paper.md
 
 clean:
 	rm -rf $(VENV) build dist
