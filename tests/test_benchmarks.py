@@ -487,3 +487,12 @@ class TestPlanner:
         found = run("planner", "--out", "/nowhere")
         assert found.returncode == 2
         assert "no such folder" in found.stderr
+
+
+def test_the_decoder_in_jax(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jax")
+    from benchmarks import jax_decoder
+
+    monkeypatch.setattr(sys, "argv", ["jax_decoder", "--rounds", "1"])
+    jax_decoder.main()
+    assert len(capsys.readouterr().out.splitlines()) == len(jax_decoder.VARIANTS)
