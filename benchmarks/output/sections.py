@@ -17,7 +17,7 @@ CAUSES: dict[tuple[str, str], str] = {
     (
         "gnn",
         "budget",
-    ): "gathers along edges are priced as they take by themselves, not as in kernels that read them: half of it; the rest not known",
+    ): "gathers are priced as they take by themselves, not inside of what reads them: half of it; the rest not known",
     ("nmt4", "hand"): "4,000 kernels of 10 to 50 µs: noting and re-running each takes the tape about as long",
 }
 """Why a peer is better, where that is known: by workload and system."""
