@@ -258,6 +258,7 @@ class TestEnding:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
         )
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.2)
