@@ -43,6 +43,8 @@ class Summary:
     """Estimated time that rebuilding adds to a step."""
     step_seconds: float | None = None
     """Duration of a step without rebuilding."""
+    loss_bytes: int = 0
+    """Bytes by which cross-entropies in one block lower the peak, before anything is rebuilt."""
     rebuilt: list[tuple[str, int, int]] = field(default_factory=list)
     """(layer, bytes, values) dropped and rebuilt in a step."""
     unhandled: list[tuple[str, str, str]] = field(default_factory=list)

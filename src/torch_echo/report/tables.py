@@ -86,6 +86,8 @@ def _summary(summary: Summary) -> RenderableType:
     rows += _rank_rows(summary)
     rows += _time_rows(summary)
     rows += _kind_rows(summary)
+    if summary.loss_bytes > 0:
+        rows.append(("loss", Text(f"{format_bytes(summary.loss_bytes)} less at the peak: cross-entropy in one block")))
     rows += _rebuilt_rows(summary)
     rows += _comparison_rows(summary)
     rows += _unhandled_rows(summary)

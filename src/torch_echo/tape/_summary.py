@@ -43,6 +43,7 @@ def summarize(summary: Summary, kinds: Iterable[StepKind]) -> None:
     summary.base_bytes = max(
         sum(t.nbytes for t in graph.storages if t.alloc < 0 and t.kind in _STATE) for _, graph, _ in plans
     )
+    summary.loss_bytes = max(p.base_peak - replay(graph).peak if graph.plain_storages else 0 for _, graph, p in plans)
     steps = sum(k.seen for k, _, _ in plans)
     summary.extra_seconds = sum(k.seen * p.extra_seconds for k, _, p in plans) / steps
     summary.step_seconds = sum(k.seen * p.step_seconds for k, _, p in plans) / steps
