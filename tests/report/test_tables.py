@@ -54,9 +54,14 @@ SUMMARIES = {
         steps=5, measured_peak=5 * MIB, eager_peak=5 * MIB, predicted_peak=5 * MIB, extra_seconds=0.0, step_seconds=0.1
     ),
     "loss": Summary(
-        steps=5, measured_peak=5 * MIB, eager_peak=8 * MIB, predicted_peak=5 * MIB, extra_seconds=0.0, step_seconds=0.1,
+        steps=5,
+        measured_peak=5 * MIB,
+        eager_peak=8 * MIB,
+        predicted_peak=5 * MIB,
+        extra_seconds=0.0,
+        step_seconds=0.1,
         loss_bytes=3 * MIB,
-    ),  # fmt: skip
+    ),
     "ranks": Summary(
         steps=5,
         measured_peak=366 * MIB,
