@@ -100,8 +100,7 @@ class Prediction:
 
     def explanation(self, **options: Any) -> Explanation:
         """The plan as a table, with the composition of both peaks."""
-        made = self.plan(**options)
-        return Explanation(self.graph, made, replay(self.graph.plain), replay(self.graph, made.dropped))
+        return Explanation.of(self.graph, self.plan(**options))
 
     def __repr__(self) -> str:
         fits = ""

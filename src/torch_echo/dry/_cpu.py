@@ -88,7 +88,7 @@ def _with_samples(spec: OpSpec, samples: int, fewer: int) -> OpSpec:
             return (fewer, *a[1:]) if len(a) > 2 and a[0] == samples else a
         return tuple([node(part) for part in a]) if type(a) is tuple else a
 
-    weights = next((numbers for name, numbers in _WEIGHTS.items() if spec.op.startswith(f"aten.{name}.")), ())
+    weights = _WEIGHTS.get(spec.op.split(".")[1], ())
     return spec._replace(args=tuple([a if i in weights else node(a) for i, a in enumerate(spec.args)]))
 
 

@@ -103,11 +103,11 @@ def plan(
             f"searched: the prices ({front.candidates} candidates replayed, {len(front.points)} on the front)"
         )
     base = replayer.replay()
-    plain = base.peak
-    if graph.plain is not graph:
-        plain = replay(graph.plain).peak
+    plain, base_peak = graph.plain, base.peak
+    if plain is not graph:
+        base_peak = replay(plain).peak
         notes.append(
-            f"cross-entropy in one block: {format_bytes(plain - base.peak)} less at the peak, before anything is rebuilt"
+            f"cross-entropy in one block: {format_bytes(base_peak - base.peak)} less at the peak, before anything is rebuilt"
         )
     footprint = footprint_of(replayer, point)
     if not fits and budget is not None:
@@ -118,7 +118,7 @@ def plan(
     return Plan(
         dropped=point.dropped,
         peak=point.peak,
-        base_peak=plain,
+        base_peak=base_peak,
         floor=floor,
         extra_seconds=point.extra_seconds,
         step_seconds=graph.step_seconds,

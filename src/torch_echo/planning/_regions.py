@@ -26,6 +26,10 @@ def boundaries(replayer: Replayer) -> list[Mask]:
     in which they were made. Cost: linear in ops and reads, for each depth."""
     ops = [op for op in replayer.graph.ops if op.phase is Phase.FORWARD]
     paths = [tuple(op.layer.split(".")) for op in ops]
+    reads, reader = replayer.reads_of(np.arange(len(ops)))
+    made = replayer.v_producer[reads] >= 0
+    reads, reader = reads[made], reader[made]
+    producer = replayer.v_producer[reads]
     found: list[Mask] = []
     before = 1
     for depth in range(1, 1 + max(map(len, paths), default=0)):
@@ -41,10 +45,7 @@ def boundaries(replayer: Replayer) -> list[Mask]:
         if number <= before:
             continue
         before = number
-        reads, reader = replayer.reads_of(np.arange(len(ops)))
-        producer = replayer.v_producer[reads]
-        made = producer >= 0
         outside = np.zeros(replayer.n_values, bool)
-        outside[reads[made][region[producer[made]] != region[reader[made]]]] = True
+        outside[reads[region[producer] != region[reader]]] = True
         found.append(outside)
     return found

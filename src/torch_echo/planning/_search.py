@@ -304,13 +304,10 @@ class Search:
     def regions(self) -> None:
         """Boundaries kept, and what is inside of regions at few prices."""
         starts = self._spread(self._swept, 3)[::-1]
-        masks = [
-            self.cut.solve(np.where(kept, 0.0, self.prices.nbytes * one.rate))
-            for kept in boundaries(self.replayer)
-            for one in starts
-        ]
+        ways = [(kept, one) for kept in boundaries(self.replayer) for one in starts][: 2 * self.effort.segments]
+        masks = [self.cut.solve(np.where(kept, 0.0, self.prices.nbytes * one.rate)) for kept, one in ways]
         if masks:
-            self.judge(np.array(masks[: 2 * self.effort.segments]), "regions")
+            self.judge(np.array(masks), "regions")
 
     def segments(self) -> None:
         """Stretches that are rebuilt one at a time."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_echo.footprint import Footprint
+from torch_echo.footprint import Footprint, replay
 from torch_echo.graph import Phase, TrainingGraph
 from torch_echo.planning import Plan, bound
 
@@ -40,9 +40,13 @@ class Explanation:
     """Where the iterations of a run are of several kinds with plans of their own (a GAN's two), those of the others."""
 
     @classmethod
+    def of(cls, graph: TrainingGraph, made: Plan, kind: str = "", steps: int = 0) -> Explanation:
+        """A plan for a graph that is as it was recorded."""
+        return cls(graph, made, replay(graph.plain), replay(graph, made.dropped), kind, steps)
+
+    @classmethod
     def of_file(cls, path: str | Path, options: Options) -> Explanation:
         """Plan the graph in a file with these options. Raises GraphFileError, BudgetInfeasible or OptionError."""
-        from torch_echo.footprint import Replayer, replay
         from torch_echo.graphio import load_graph
         from torch_echo.planning import plan
 
@@ -54,8 +58,7 @@ class Explanation:
             policy=options.policy,
             on_infeasible=options.on_infeasible,
         )
-        replayer = Replayer(graph)
-        return cls(graph, made, replay(graph.plain), replayer.replay(made.dropped))
+        return cls.of(graph, made)
 
     def distance(self, time_limit: float = 60.0) -> str:
         """In words: how far the plan's time is from the least at its peak. `time_limit`: seconds for the solver."""

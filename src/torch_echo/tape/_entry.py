@@ -115,8 +115,8 @@ def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         # (grad_outputs, retain_graph, create_graph, inputs, …), as torch.autograd calls it
-        keep = len(args) < 3 or bool(args[1]) or bool(args[2])
         create = len(args) < 3 or bool(args[2])
+        keep = create or bool(args[1])
         states = [(owner, owner.before_backward(keep, create)) for owner in owners]
         if len(args) > 3 and not args[2] and not args[3] and kwargs.get("accumulate_grad", True):
             for owner in owners:

@@ -23,10 +23,7 @@ def _planned(kinds: Iterable[StepKind]) -> list[tuple[StepKind, TrainingGraph, P
 
 def explanation_of(kinds: Iterable[StepKind]) -> Explanation | None:
     """Graph, plan and footprints of the kind that takes the most memory, with the others in `others`; None without a plan."""
-    made = [
-        Explanation(graph, plan, replay(graph.plain), replay(graph, plan.dropped), kind.name, kind.seen)
-        for kind, graph, plan in _planned(kinds)
-    ]
+    made = [Explanation.of(graph, plan, kind.name, kind.seen) for kind, graph, plan in _planned(kinds)]
     made.sort(key=lambda e: -e.plan.base_peak)
     return dataclasses.replace(made[0], others=tuple(made[1:])) if made else None
 
