@@ -12,7 +12,8 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from sys import _getframe
 from time import perf_counter
@@ -421,19 +422,8 @@ class Recorder(Stackable):
             scopes=self._numbered(),
             needs=tuple(n for n in needs if n is not None),
         )
-        mode = self.mode_on
-        self.mark("op", call)
-        self._whole = call
-        self.switch(False, self.hooks_on, self.gate_on)
-        begin = perf_counter()
-        try:
+        with self._recorded_whole(call), self.as_one():
             out: tuple[torch.Tensor, ...] = func(*args)
-        finally:
-            call.seconds = perf_counter() - begin
-            self._whole = None
-            self.switch(mode, self.hooks_on, self.gate_on)
-        self.mark("end", call)
-        call.nodes = compat.sequence_number() - call.sequence
         outputs = [self._storage(t, new=True) for t in out]
         self._watched += [weakref.ref(t, _Death(self, index)) for t, index in zip(out, outputs, strict=True)]
         call.inside = [s for s in call.made if s not in outputs]
@@ -444,6 +434,20 @@ class Recorder(Stackable):
         if self._of_outputs:
             self._layers.append(call)
         return out
+
+    @contextmanager
+    def _recorded_whole(self, call: OpCall) -> Iterator[None]:
+        """Within, a layer or a loss runs that is one op."""
+        self.mark("op", call)
+        self._whole = call
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            call.seconds = perf_counter() - begin
+            self._whole = None
+        self.mark("end", call)
+        call.nodes = compat.sequence_number() - call.sequence
 
     def layer_over(self, output: torch.Tensor, parts: Sequence[Part]) -> None:
         """See :class:`Stackable`."""
@@ -481,17 +485,10 @@ class Recorder(Stackable):
             scopes=self._numbered(),
         )
         self._losses[call] = made
-        self.mark("op", op)
-        self._whole, first = op, len(self.saved)
-        begin = perf_counter()
-        try:
+        first = len(self.saved)
+        with self._recorded_whole(op):
             loss = super().run_loss(call, logits, target)
-        finally:
-            self._whole = None
-        op.seconds = perf_counter() - begin
-        self.mark("end", op)
         made.saved = list(range(first, len(self.saved)))
-        op.nodes = compat.sequence_number() - op.sequence
         index = self._storage(loss, new=True)
         op.made = [index, *(s for s in op.made if s != index)]
         self._watched.append(weakref.ref(loss, _Death(self, index)))

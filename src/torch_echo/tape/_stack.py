@@ -7,7 +7,8 @@ the innermost hooks are called anyway), or comes back to the same place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,18 +106,24 @@ class Stackable(compat.TensorMode):
         """See :class:`torch_echo.tape._layer.LayerRunner`."""
         raise NotImplementedError
 
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Within, what runs is an op as a whole: the mode is off."""
+        mode = self.mode_on
+        self.switch(False, self.hooks_on, self.gate_on)
+        try:
+            yield
+        finally:
+            self.switch(mode, self.hooks_on, self.gate_on)
+
     def takes_loss(self, logits: torch.Tensor) -> bool:
         """See :class:`torch_echo.tape._loss.LossRunner`."""
         return self.saves_here() and compat.dispatch_modes.top() in (None, self)
 
     def run_loss(self, call: CrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See :class:`torch_echo.tape._loss.LossRunner`."""
-        mode = self.mode_on
-        self.switch(False, self.hooks_on, self.gate_on)
-        try:
+        with self.as_one():
             return call.run(logits, target)
-        finally:
-            self.switch(mode, self.hooks_on, self.gate_on)
 
     def sums_by_row(self, logits: torch.Tensor) -> bool:
         """See :class:`torch_echo.tape._loss.LossRunner`. A GPU has several blocks of threads for a row where there are few rows."""
