@@ -357,7 +357,7 @@ from torch_echo.tape.session import Session
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-ROWS, WIDTH, LAYERS = 140_000, 64, 10  # blocks of more than 32 MiB: each has pages of its own, so that there are no pieces
+ROWS, WIDTH, LAYERS = 140_000, 64, 14  # blocks of more than 32 MiB: each has pages of its own, so that there are no pieces
 how, file = sys.argv[1:]
 
 
@@ -387,14 +387,21 @@ step(model, x[:64])
 if how == "echo":
     session = Session(Options(memory_budget="8GiB", cost="analytic"))
     session.watch(model)
-with open("/proc/self/status") as status:
-    data = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-room = 8 * ROWS * WIDTH * 4
-resource.setrlimit(resource.RLIMIT_DATA, (data + room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def data():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+before = data()
+room = 12 * ROWS * WIDTH * 4  # of 28 blocks; the program takes some of it for what are no tensors
+resource.setrlimit(resource.RLIMIT_DATA, (before + room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 try:
     real = step(model, x)
 except RuntimeError as error:
-    print("refused:", str(error)[:150])
+    freed = session._local.tape.freed if how == "echo" else 0
+    print(f"refused: {str(error)[:150]} (dropped {freed} for {room}, {data() - before} taken)")
     sys.exit(3)
 assert all(torch.equal(a, b) for a, b in zip(torch.load(file), real))
 print("dropped", session._local.tape.freed if how == "echo" else 0)
