@@ -1176,6 +1176,12 @@ MANY_READERS = 4
 """A value with more than so many readers has a gradient of as many parts."""
 
 
+def _has_gradient(node: fx.Node) -> bool:
+    """Has the value of a node of a graph of Dynamo's a gradient, as indices have none? It has one where that is not known."""
+    value = node.meta.get("example_value")
+    return value.requires_grad if isinstance(value, torch.Tensor) else True
+
+
 def passing(error: Exception) -> Exception:
     """What a backend raises to have the caller of compiled code get `error`; Dynamo wraps others in a BackendCompilerFailed."""
     from torch._dynamo.exc import ShortenTraceback
@@ -1258,7 +1264,7 @@ def inductor(
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     own: dict[str, Any] = {"allow_buffer_reuse": False}
-    if any(len(node.users) > MANY_READERS for node in module.graph.nodes):
+    if any(len(node.users) > MANY_READERS and _has_gradient(node) for node in module.graph.nodes):
         known = config.get_config_copy()
         limits = {"realize_reads_threshold": 1, "realize_acc_reads_threshold": 2, "realize_cpu_acc_reads_threshold": 2}
         own |= {name: limit for name, limit in limits.items() if name in known}

@@ -167,3 +167,41 @@ def test_sums_of_many_gradients_do_not_wait_for_all_their_parts() -> None:
     assert mine == pytest.approx(predicted(), rel=0.001)
     theirs = measured_peak(compiled(model, max_overhead=0.0, realize_reads_threshold=4), model, x)
     assert mine < eager < theirs
+
+
+class Messages(nn.Module):
+    """Nodes of a graph with eight edges each: what is gathered along the edges is eight times as large as the nodes."""
+
+    def __init__(self, nodes: int, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.score = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("source", torch.randint(0, nodes, (8 * nodes,)))
+        self.register_buffer("target", torch.arange(nodes).repeat(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            weights = torch.sigmoid((h * self.score).sum(-1)[self.source])
+            messages = h[self.source] * weights.unsqueeze(-1)
+            x = x + torch.tanh(torch.zeros_like(h).index_add(0, self.target, messages))
+        return x.square().mean()
+
+
+def test_indices_with_many_readers_have_no_gradients() -> None:
+    """Inductor writes no more values than it does by itself."""
+    model = Messages(500)
+    x = torch.randn(500, WIDTH)
+    mine = measured_peak(compiled(model, max_overhead=1.0), model, x)
+    limits = {"realize_reads_threshold": 4, "realize_acc_reads_threshold": 8, "realize_cpu_acc_reads_threshold": 8}
+    known = torch._inductor.config.get_config_copy()
+    theirs = {name: known[name] for name in limits if name in known}
+    assert mine == measured_peak(compiled(model, max_overhead=1.0, **theirs), model, x)
+
+
+def test_a_gather_is_re_run_inside_what_reads_it() -> None:
+    """There it costs what is read, and not what a kernel of its own takes: it is dropped even if no time may be lost."""
+    model = Messages(500)
+    x = torch.randn(500, WIDTH)
+    mine = measured_peak(compiled(model, max_overhead=0.0), model, x)
+    assert mine < measured_peak(torch.compile(model), model, x)
