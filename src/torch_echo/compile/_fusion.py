@@ -104,8 +104,8 @@ class FusedCost:
             return seconds
         work, pass_over = work_of(func, spec), self._analytic.copy_seconds
         arithmetic = max(0.0, seconds - self._analytic.launch() - pass_over(work.bytes_moved))
-        if compat.op_name(func)[0] in _GATHERS:  # what it takes beyond that is the time of a kernel that looks indices up
-            arithmetic = 0.0
+        if compat.op_name(func)[0] in _GATHERS:
+            arithmetic = 0.0  # the rest is what a kernel of its own takes to look indices up
         return arithmetic + pass_over(max(0, work.bytes_read - work.bytes_written))
 
     def writing(self, nbytes: int) -> float:
