@@ -30,7 +30,8 @@ Record = dict[str, Any]
 MOST_ALIVE = {"cpu": 6, "cuda": 2}
 """Cases of a workload that are alive together, beside eager: each holds its parameters and optimizer state all the time."""
 PATIENCE = (240.0, 60)
-"""Setting up a case is given up after so many seconds and so many of eager's steps; eager itself has a day."""
+"""Setting up a case is given up after so many seconds and so many of eager's steps, or after half of the workload's time if that
+is more; eager itself has a day."""
 LATE: Record = {"skipped": "no time was left"}
 ROUNDS = (3, 11)
 TURN = 0.25
@@ -163,7 +164,8 @@ class _Run:
         self.eager = self._start(self.cases[0])
         try:
             if self._await([self.eager]):
-                self.patience = PATIENCE[0] + PATIENCE[1] * self.eager.record["seconds"]
+                usual = PATIENCE[0] + PATIENCE[1] * self.eager.record["seconds"]
+                self.patience = max(usual, (self.ends - time.monotonic()) / 2)
             while self.eager.alive and self.rest and time.monotonic() < self.latest:
                 self._group()
             if self.eager.alive and not self.eager.turns:

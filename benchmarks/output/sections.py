@@ -14,10 +14,6 @@ __all__ = ["Section", "case_section", "change_section", "composition_section", "
 MIB = 2**20
 Record = dict[str, Any]
 CAUSES: dict[tuple[str, str], str] = {
-    (
-        "gnn",
-        "budget",
-    ): "gathers are priced as they take by themselves, not inside of what reads them: half of it; the rest not known",
     ("nmt4", "hand"): "4,000 kernels of 10 to 50 µs: noting and re-running each takes the tape about as long",
 }
 """Why a peer is better, where that is known: by workload and system."""

@@ -305,14 +305,21 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
+_VIEW_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def _passing(keys: Any, *, whoever: bool = False) -> Any:
+    """Context: on this thread these dispatch keys are not skipped any more; with `whoever`, ops pass them whatever they are called
+    with."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include | keys if whoever else include, exclude - keys)
+
+
 def alias_below(tensor: torch.Tensor) -> torch.Tensor:
     """Like :func:`alias`, for use inside a dispatch mode, where a plain alias gets a version counter of its own."""
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     guard = no_dispatch()
     try:
-        with torch._C._ForceDispatchKeyGuard(include, exclude - views):
+        with _passing(_VIEW_KEYS):
             return tensor.detach()
     finally:
         del guard
@@ -447,21 +454,14 @@ _AUTOGRAD = _autograd_keys()
 def above_autograd() -> Iterator[None]:
     """Within a kernel, or :class:`below_autograd`: autograd records what runs, as outside of it. Autocast and dispatch modes stay
     off."""
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad():
+    with _passing(_AUTOGRAD), torch.enable_grad():
         yield
 
 
-@contextlib.contextmanager
-def views_as_usual() -> Iterator[None]:
+def views_as_usual() -> Any:
     """Within a kernel: views know whether their bases need gradients, by which kernels choose. In the first call after compiling,
     PyTorch runs ops without."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(include | keys, exclude - keys):
-        yield
+    return _passing(_VIEW_KEYS, whoever=True)
 
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
@@ -861,10 +861,7 @@ def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
     the same in all calls."""
     if not _other_kernels:
         _other_kernels.extend(_put_on("Fake", functions))
-    key = torch._C.DispatchKeySet(_BEFORE_KERNELS)
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(include | key, exclude - key)
+    return _passing(torch._C.DispatchKeySet(_BEFORE_KERNELS), whoever=True)
 
 
 _BEFORE_AUTOGRAD = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
@@ -1002,13 +999,11 @@ class Fakes:
             return next(s for g, s in zip(given, stand, strict=True) if g is a)
 
         alone = torch.utils._python_dispatch._disable_current_modes()
-        include = torch._C._dispatch_tls_local_include_set()
-        exclude = torch._C._dispatch_tls_local_exclude_set()
         modes = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
             torch._C.DispatchKey.PythonTLSSnapshot
         )
-        above = torch._C._ForceDispatchKeyGuard(include, exclude - modes)  # called below_autograd, perhaps
-        with above, alone, with_kernels(), torch._C._AutoDispatchBelowAutograd(), self._mode:
+        # it may be called below_autograd
+        with _passing(modes), alone, with_kernels(), torch._C._AutoDispatchBelowAutograd(), self._mode:
             fakes = map_leaves(fake, (list(args), dict(kwargs)))
             result = func(*fakes[0], **fakes[1])
         return result, given, stand
