@@ -477,6 +477,21 @@ def is_op(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload)
 
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def function_around(frame: types.FrameType | None, depth: int = 1000) -> tuple[Any, ...] | None:
+    """The arguments of the script's ``torch.autograd.Function`` whose forward runs in a Python frame or at most so many frames
+    around it; None if none does. PyTorch's own functions consist of ops."""
+    while frame is not None and depth:
+        if frame.f_code is _APPLY and not frame.f_locals["cls"].__module__.startswith(("torch.", "torch_echo.")):
+            found: tuple[Any, ...] = frame.f_locals["args"]
+            return found
+        frame = frame.f_back
+        depth -= 1
+    return None
+
+
 def op_name(func: Any) -> tuple[str, str]:
     """("aten::add", "Tensor")"""
     return func._schema.name, func._overloadname

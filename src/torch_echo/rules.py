@@ -36,6 +36,25 @@ _SHAPE_ONLY = {
 }  # fmt: skip
 """Ops that read only the metadata of their first argument."""
 
+_UNFILLED = {
+    "aten::empty", "aten::empty_strided", "aten::empty_permuted", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
+}  # fmt: skip
+_BLANK = _UNFILLED | {
+    "aten::zeros", "aten::ones", "aten::full", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros",
+    "aten::new_ones", "aten::new_full",
+}  # fmt: skip
+"""Ops that make memory for kernels to write in that may be no ops: of Triton, of an extension, of NumPy, or within PyTorch itself
+(``at::tensor`` of a list). No version tells of it."""
+
+_FILLS = {
+    f"aten::{name}_"
+    for name in (
+        "copy", "fill", "zero", "normal", "uniform", "bernoulli", "exponential", "random", "geometric", "cauchy", "log_normal",
+        "index_put", "_index_put_impl", "index_copy", "index_fill", "scatter", "slice_scatter", "masked_scatter",
+    )
+}  # fmt: skip
+"""Ops that write over what is there and do not read it."""
+
 _NEVER = {
     "aten::_cudnn_init_dropout_state", "aten::miopen_rnn", "aten::_local_scalar_dense",
     "aten::_fused_moving_avg_obs_fq_helper", "aten::_pin_memory", "aten::record_stream", "aten::set_", "aten::resize_",
@@ -81,6 +100,12 @@ class Rule:
     """Is a call with these arguments never re-run?"""
     shape_only: bool = False
     """Reads only the metadata of its first argument."""
+    blank: bool = False
+    """Its output is memory that something else may write in unseen."""
+    unfilled: bool = False
+    """Its output has no content before that."""
+    fills: bool = False
+    """Writes, and does not read what was there."""
     opaque: int = -1
     """The output that only the op's own backward kernel reads, and that has no content to be compared; -1 without one."""
     silent: bool = False
@@ -149,6 +174,9 @@ def _make(func: Any) -> Rule:
         keep=keep,
         keep_if=_KEEP_IF.get(name),
         shape_only=name in _SHAPE_ONLY,
+        blank=name in _BLANK,
+        unfilled=name in _UNFILLED,
+        fills=name in _FILLS or overload.endswith("out"),
         opaque=_OPAQUE.get(name, -1),
         silent=name in _SILENT,
         in_place=_in_place(func),

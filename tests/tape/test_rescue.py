@@ -139,6 +139,18 @@ def test_faults(name: str) -> None:
     check_same(plain(name), trace)
 
 
+def test_faults_among_unseen_writes() -> None:
+    """There little can be dropped: a sample would miss it."""
+    failed = 0
+    for first in range(3):
+        faults = Faults(set(range(first, 1500, 3)), set(range(first, 1500, 3)), 1 << 30, seed=first)
+        trace, session = with_faults("unseen", faults)
+        assert session.phase is not Phase.WAIT, "the script saw an error"
+        check_same(plain("unseen"), trace)
+        failed += faults.failed
+    assert failed
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("nbytes", [1, 1 << 30], ids=["one", "all"])
 @pytest.mark.parametrize("name", CASES)

@@ -196,6 +196,11 @@ def build(
             index, _ = mark.payload
             if saves[index].unpack < 0:
                 saves[index].unpack = tick
+        elif mark.what == "function":
+            for s in mark.payload:
+                producer = graph.values[walk.value[s]].producer if s in walk.value else -1
+                if producer >= 0:
+                    graph.ops[producer].traits |= Trait.KEEP
         elif mark.what == "release":
             saves[mark.payload].release = tick
         elif mark.what == "death":
@@ -217,6 +222,7 @@ def build(
     for s in range(len(recorder.storages)):
         _value(walk, recorder, s)  # also what only existed: optimizer state, gradients
     forward_ops = len(graph.ops)
+    _keep_written(graph, begun, saves)
     _confine(graph, begun, saves, recorder.saved)
     for loss in walk.losses.values():
         _in_plain_blocks(walk, recorder, loss)
@@ -236,6 +242,26 @@ def build(
         graph.meta["device_memory"] = str(torch.cuda.get_device_properties(recorder.device).total_memory)
     graph.check()
     return graph
+
+
+def _keep_written(graph: TrainingGraph, calls: list[OpCall], saves: list[Save]) -> None:
+    """Keep what is made blank and read without having been filled by an op: something else has filled it."""
+
+    def read(value: int) -> None:
+        maker = graph.values[value].producer
+        if maker >= 0 and calls[maker].rule.blank:
+            graph.ops[maker].traits |= Trait.KEEP
+
+    for save in saves:
+        if save.value >= 0:
+            read(save.value)
+    for op, call in zip(graph.ops, calls, strict=True):
+        written = {graph.values[v].storage for v in op.writes}
+        for v in op.reads:
+            maker = graph.values[v].producer
+            unfilled = maker >= 0 and calls[maker].rule.unfilled
+            if graph.values[v].storage not in written or (unfilled and not call.rule.fills):
+                read(v)
 
 
 def _confine(graph: TrainingGraph, calls: list[OpCall], saves: list[Save], saved: list[SavedTensor]) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from sys import _getframe
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -313,6 +314,7 @@ class Recorder(Stackable):
         frame = _getframe(1)
         self.codes[id(frame.f_code)] = frame.f_code
         rule = rule_of(func)
+        own = self._in_function(frame)
         inputs = list(tensors_in(args, kwargs))
         plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and compat.has_memory(t) for _, t in inputs)
         writes = rule.writes(args)
@@ -334,6 +336,7 @@ class Recorder(Stackable):
             mutated=[],
             regions=[],
             keep=rule.keeps(args)
+            or own
             or not plain
             or any(compat.is_foreign(t) and compat.storage_key(t) not in self.known for t in read)
             or nondeterministic_on(rule, self.device.type, self.reorder)
@@ -376,6 +379,16 @@ class Recorder(Stackable):
             self.touched.update(i for i in (*call.reads, *call.made, *call.mutated) if self._touches(i))
         self.calls.append(call)
         return out
+
+    def _in_function(self, frame: FrameType) -> bool:
+        """Does a function of the script's own run there? Its kernels may write, unseen, in what it was given and in what it makes:
+        neither is made again."""
+        given = compat.function_around(frame)
+        if given is None:
+            return False
+        storages = [self._storage(t) for _, t in tensors_in(given, {}) if compat.has_memory(t)]
+        self.mark("function", storages)
+        return True
 
     def takes_apart(self, func: Any, args: tuple[Any, ...]) -> bool:
         """See :class:`Stackable`."""
@@ -553,6 +566,7 @@ class Recorder(Stackable):
         storage = self._storage(tensor, new=self._whole is not None)
         if self._whole is not None and storage not in self._whole.reads and storage not in self._whole.made:
             self._whole.made.append(storage)
+        self._in_function(_getframe(1))
         scopes = self._numbered() if self.scopes else ()
         self.saved.append(SavedTensor(storage, region(tensor), *self.layers[-1], self.place, self.turn, scopes))
         content = self.tape.pack(tensor) if self.tape is not None else None

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Collection
 from sys import _getframe
 from time import perf_counter
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,9 @@ _Result = TypeVar("_Result")
 
 _LONGEST = 500
 """Ops, at most, that may have to be re-run for one value."""
+
+_NEAR = 16
+"""Frames, ours among them, in which the forward of a function of the script's own is looked for around an op."""
 
 _PORTIONS = 64
 """At least so small a part of all memory is freed at a time: looking for what is cheapest takes a while."""
@@ -361,7 +365,7 @@ class RescueTape(Tape):
 
     def _note(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Note | None:
         """How an op runs; None if it can't be run again, or something that it reads can't be named."""
-        if rule.keeps(args) or rule.random or rule.shape_only:
+        if self._in_function(_getframe(1)) or rule.keeps(args) or rule.random or rule.shape_only or rule.blank:
             return None
         if self.gathered:  # notes know no scopes of gathered parameters
             return None
@@ -378,6 +382,18 @@ class RescueTape(Tape):
                 return None
             break
         return Note(func, rule, tuple(named), options, next_order())
+
+    def _in_function(self, frame: FrameType) -> bool:
+        """Does a function of the script's own run there? Its kernels may write, unseen, in what it was given and in what it makes:
+        neither is made again."""
+        given = compat.function_around(frame, _NEAR)
+        if given is None:
+            return False
+        for _, t in tensors_in(given, NO_KWARGS):
+            soft = self.soft.get(compat.storage_key(t))
+            if soft is not None:
+                soft.note = None
+        return True
 
     def _name(self, arg: Any) -> Any:
         """An argument as a note has it."""
@@ -445,6 +461,8 @@ class RescueTape(Tape):
         """See :class:`Tape`."""
         if type(tensor) is torch.Tensor:
             key = compat.storage_key(tensor)
+            if self._in_function(_getframe(1)) and key != -1:
+                self._value(tensor, key)  # others may be made from it
             soft = self.soft.get(key)
             if (
                 soft is not None
