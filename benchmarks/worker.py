@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.systems import Case, Running, settle, start
+from benchmarks.systems import BUDGETS, Case, Running, settle, start
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -83,6 +83,7 @@ def _serve(task: Task, pipe: Connection) -> None:
 
     from benchmarks.measure import Meter, Seeded, total_peak
     from benchmarks.workloads import Trainer, build
+    from torch_echo import compat
 
     device = torch.device(task.device)
     workload = build(task.workload, task.preset, task.device, **task.changes)
@@ -92,6 +93,9 @@ def _serve(task: Task, pipe: Connection) -> None:
     began = time.perf_counter()
     steps = settle(running, step)
     meter.wait()
+    if task.case.system in BUDGETS and not compat.graphs_compiled():
+        pipe.send({"skipped": "torch.compile found nothing to compile: it is eager PyTorch"})
+        return
     figures: dict[str, Any] = {"setup_seconds": time.perf_counter() - began, "setup_steps": steps}
     reference = task.folder / f"{task.name}.reference"
     if task.case.system == "eager":

@@ -1519,6 +1519,13 @@ def inductor_cache() -> Path:
     return Path(cache_dir())
 
 
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has given to backends in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def inductor_options(mode: str | None, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of the options given to ``torch.compile``, those that Inductor knows, with those of its `mode`, and the others."""
     from torch._inductor import config, list_mode_options
