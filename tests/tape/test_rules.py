@@ -622,6 +622,8 @@ class TestReuse:
 class Keep(torch.autograd.Function):
     """Saves views, and notes what they look like in forward and in backward."""
 
+    __module__ = "torch_echo.tests"  # what the script's own functions save is kept
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[Any], *views: Tensor) -> Tensor:
         ctx.seen = seen
