@@ -616,6 +616,24 @@ class TestReuse:
         same(lambda: Net(function), every=every)
 
 
+class TestUnseenWrites:
+    """More of them: the model "unseen" of the zoo."""
+
+    def test_a_tensor_of_a_list_within_pytorch(self) -> None:
+        """``ctc_loss`` makes one of the lengths: an empty tensor, written through its address."""
+        lengths = [3, 2, 1, 2]
+
+        def loss(model: nn.Module, i: int) -> Tensor:
+            given = (
+                torch.tensor(lengths) + i % 2
+            )  # another one in each step, so that old memory does not hold it by chance
+            targets = torch.ones(4, 5, dtype=torch.long)
+            scores = model(normal(i, 12, 4, 8)).log_softmax(-1)
+            return F.ctc_loss(scores, targets, [12] * 4, given.tolist())
+
+        same(lambda: nn.Linear(8, 6), loss, every=True, static=False)
+
+
 # --- views -----------------------------------------------------------------------------------------------------------
 
 
