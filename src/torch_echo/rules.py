@@ -39,6 +39,8 @@ _SHAPE_ONLY = {
 _UNFILLED = {
     "aten::empty", "aten::empty_strided", "aten::empty_permuted", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
 }  # fmt: skip
+"""Ops that make memory without content."""
+
 _BLANK = _UNFILLED | {
     "aten::zeros", "aten::ones", "aten::full", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros",
     "aten::new_ones", "aten::new_full",

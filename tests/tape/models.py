@@ -353,8 +353,8 @@ def write(tensor: Tensor, content: Any) -> None:
 
 
 class Written(torch.autograd.Function):
-    """tanh(x) by such a kernel. `how`: into new
-    memory, over a copy, or over x itself, which then holds the derivative (as fused losses do with logits)."""
+    """tanh(x) by such a kernel. `how`: into new memory, over a copy, or also over x itself, which then holds the derivative (as
+    fused losses do with logits)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: str) -> Tensor:

@@ -624,9 +624,7 @@ class TestUnseenWrites:
         lengths = [3, 2, 1, 2]
 
         def loss(model: nn.Module, i: int) -> Tensor:
-            given = (
-                torch.tensor(lengths) + i % 2
-            )  # another one in each step, so that old memory does not hold it by chance
+            given = torch.tensor(lengths) + i % 2  # others in each step: old memory does not hold them by chance
             targets = torch.ones(4, 5, dtype=torch.long)
             scores = model(normal(i, 12, 4, 8)).log_softmax(-1)
             return F.ctc_loss(scores, targets, [12] * 4, given.tolist())

@@ -99,14 +99,14 @@ class FusedCost:
 
     def seconds(self, func: Any, spec: OpSpec) -> float:
         """See :class:`torch_echo.cost.CostModel`."""
-        seconds = self._inner.seconds(func, spec)
         if not is_elementwise(func):
-            return seconds
+            return self._inner.seconds(func, spec)
         work, pass_over = work_of(func, spec), self._analytic.copy_seconds
-        arithmetic = max(0.0, seconds - self._analytic.launch() - pass_over(work.bytes_moved))
+        reading = pass_over(max(0, work.bytes_read - work.bytes_written))
         if compat.op_name(func)[0] in _GATHERS:
-            arithmetic = 0.0  # the rest is what a kernel of its own takes to look indices up
-        return arithmetic + pass_over(max(0, work.bytes_read - work.bytes_written))
+            return reading  # the rest is what a kernel of its own takes to look indices up
+        launched = self._analytic.launch() + pass_over(work.bytes_moved)
+        return reading + max(0.0, self._inner.seconds(func, spec) - launched)
 
     def writing(self, nbytes: int) -> float:
         """Seconds to write a result that is not inlined."""
