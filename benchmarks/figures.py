@@ -22,6 +22,9 @@ __all__ = [
     "label",
     "measured",
     "of",
+    "off",
+    "peaks",
+    "predicted_ratios",
     "ratios",
 ]
 
@@ -89,6 +92,33 @@ def ratios(records: Sequence[Record], workloads: Iterable[str] = PAPER, extra: f
         if eager and chosen is not None:
             found[name] = (eager[0]["peak_bytes"] / chosen["peak_bytes"], chosen)
     return Ratios(found) if found else None
+
+
+def predicted_ratios(records: Iterable[Record], setting: str) -> dict[str, float]:
+    """Eager PyTorch's predicted peak over that of torch-echo with a setting, by workload; of those of the paper."""
+    return {r["workload"]: r["ratio"] for r in records if r["workload"] in PAPER and r.get("setting") == setting}
+
+
+Measured = dict[tuple[str, str, str, str], int]
+"""Measured peaks, by device, workload, its size, and system with setting."""
+
+
+def peaks(results: Iterable[dict[str, Any]]) -> Measured:
+    """What runs have measured."""
+    return {
+        (part["device"], r["workload"], str(part["workloads"][r["workload"]]["size"]), label(r)): r["peak_bytes"]
+        for part in results
+        for r in part["records"]
+        if "peak_bytes" in r
+    }
+
+
+def off(record: Record, there: Measured) -> float | None:
+    """How far a predicted peak is off the one that was measured, as a fraction of it. None if none was."""
+    if "error" in record:
+        return None
+    peak = there.get((record["device"], record["workload"], str(record["size"]), label(record)))
+    return None if peak is None else record["peak_bytes"] / peak - 1
 
 
 def front(records: Iterable[Record]) -> list[Record]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.workloads.base import Trainer
 from torch_echo.memory import live_bytes
 
-__all__ = ["MIB", "Bytes", "Meter", "Seeded", "distance", "held_bytes", "peak", "same", "total_peak"]
+__all__ = ["MIB", "Bytes", "Meter", "Seeded", "distance", "held_bytes", "optimizer_bytes", "peak", "same", "total_peak"]
 
 MIB = 2**20
 
@@ -67,8 +67,19 @@ class Bytes:
 
 def held_bytes(trainer: Trainer) -> int:
     """Bytes of parameters, buffers and optimizer state, each storage once."""
-    tensors: list[Tensor] = [*trainer.module.parameters(), *trainer.module.buffers()]
-    tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return _nbytes([*trainer.module.parameters(), *trainer.module.buffers(), *_optimizer_state(trainer)])
+
+
+def optimizer_bytes(trainer: Trainer) -> int:
+    """Bytes of optimizer state."""
+    return _nbytes(_optimizer_state(trainer))
+
+
+def _optimizer_state(trainer: Trainer) -> list[Tensor]:
+    return [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

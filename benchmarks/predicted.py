@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,19 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import EXTRA, label
 from torch_echo.errors import TorchEchoError
-from torch_echo.units import format_bytes, parse_bytes
+from torch_echo.units import parse_bytes
 
-__all__ = ["main", "predicted", "ratios"]
+__all__ = ["main", "predicted"]
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMAT = 1
 OVERHEADS = (0.05, 0.15)
 
 Record = dict[str, Any]
-Case = tuple[str, str]
-"""Workload; system and setting."""
 
 
 def predicted(
@@ -75,7 +70,7 @@ def predicted(
         plan = found.plan(max_overhead=overhead)
         record = about | {
             "system": "tape",
-            "setting": _setting(overhead, reorder),
+            "setting": f"max_overhead={overhead:g},reorder=true" if reorder else f"{overhead:g}",
             "peak_bytes": plan.peak,
             "floor_bytes": plan.floor,
         }
@@ -88,18 +83,6 @@ def predicted(
         for record in records:
             record |= {"device_memory": memory, "fits": record["peak_bytes"] <= memory}
     return records
-
-
-def _setting(overhead: float, reorder: bool) -> str:
-    """Of the system, as `--system` takes it."""
-    return f"max_overhead={overhead:g},reorder=true" if reorder else f"{overhead:g}"
-
-
-def ratios(records: Sequence[Record], names: Sequence[str]) -> tuple[float, float, int]:
-    """Mean and maximum of eager's peak over torch-echo's within EXTRA extra time, over these workloads; how many were there."""
-    settings = {_setting(EXTRA, reorder) for reorder in (False, True)}
-    found = [r["ratio"] for r in records if r["workload"] in names and r.get("setting") in settings]
-    return (statistics.mean(found), max(found), len(found)) if found else (0.0, 0.0, 0)
 
 
 def _one(name: str, args: argparse.Namespace) -> list[Record]:
@@ -126,62 +109,9 @@ def _one(name: str, args: argparse.Namespace) -> list[Record]:
     return found
 
 
-def _rows(records: Sequence[Record], measured: dict[Case, int]) -> list[list[str]]:
-    rows = []
-    for r in records:
-        if "error" in r:
-            rows.append([r["workload"], "", r["error"], *[""] * 6])
-            continue
-        size = ", ".join(f"{k} {v}" for k, v in r["size"].items() if k in ("batch", "length", "frames", "layers"))
-        there = measured.get((r["workload"], label(r)))
-        row = [r["workload"], size, label(r)]
-        row += [format_bytes(r["peak_bytes"]), f"{r['ratio']:.2f}" if "ratio" in r else ""]
-        row += [
-            f"{100 * r['overhead']:.1f}%" if "overhead" in r else "",
-            {True: "yes", False: "no"}.get(r.get("fits", ""), ""),
-        ]
-        row += [str(r.get("largest_batch", "")), f"{100 * (r['peak_bytes'] / there - 1):+.2f}%" if there else ""]
-        rows.append(row)
-    return rows
-
-
-def _show(records: Sequence[Record], measured: dict[Case, int]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from benchmarks.workloads import PAPER
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    head = ["workload", "size", "system", "peak", "eager / it", "extra time", "fits", "largest batch", "off"]
-    rows = _rows(records, measured)
-    shown = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    table = Table(title="Predicted, not measured", title_justify="left", box=None)
-    for i in shown:
-        table.add_column(head[i])
-    for row in rows:
-        table.add_row(*(row[i] for i in shown))
-    console.print(table)
-    mean, most, count = ratios(records, PAPER)
-    if count:
-        console.print(
-            f"predicted peaks, eager PyTorch's over torch-echo's within {EXTRA:.0%} extra time, over {count} of the paper's "
-            f"{len(PAPER)} workloads: mean {mean:.2f}, maximum {most:.2f}"
-        )
-
-
-def _measured(path: Path | None) -> dict[Case, int]:
-    """Measured peaks in a results file of ``torch-echo bench``, by workload, system and setting."""
-    if path is None:
-        return {}
-    try:
-        records = json.loads(path.read_text())["records"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TorchEchoError(f"--measured {path}: holds no results of torch-echo bench ({error})") from error
-    return {(r["workload"], label(r)): r["peak_bytes"] for r in records if "peak_bytes" in r}
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     from benchmarks.arguments import check_sizes, sizes
+    from benchmarks.output import files
     from benchmarks.workloads import PAPER, PRESETS, WORKLOADS, presets
 
     parser = argparse.ArgumentParser(prog="torch-echo bench --predict", description=__doc__)
@@ -196,8 +126,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="workloads at a time")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures here")
     parser.add_argument(
-        "--measured", type=Path, metavar="bench.json", help="say how far predictions are off what was measured"
-    )
+        "--measured", type=Path, action="append", default=[], metavar="bench.json",
+        help="say how far predictions are off what was measured; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", dest="source", type=Path, action="append", metavar="FILE.json",
+        help="predict nothing: the figures are in this file (if repeated, in all of them)",
+    )  # fmt: skip
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="also write them as a page")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.workload = args.workload or list(PAPER)
@@ -205,6 +141,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.changes = sizes(parser, args.size)
     try:
         args.memory = None if args.device_memory is None else parse_bytes(args.device_memory, "--device-memory")
+        args.measured = [files.read(path) for path in args.measured]
+        if args.source:
+            args.source = files.predictions([files.read(path, predicted=True) for path in args.source])
     except TorchEchoError as error:
         parser.error(str(error))
     for name in args.workload:
@@ -215,6 +154,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--fill needs --device-memory")
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be 1 or more")
+    for name in ("out", "page"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"--{name} {path}: there is no folder {path.parent}")
     return args
 
 
@@ -234,16 +177,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         print()
         return
-    measured = _measured(args.measured)
-    records: list[Record] = []
+    from rich.console import Console
+
+    from benchmarks.figures import peaks
+    from benchmarks.output import page, tables
+
+    measured = peaks(args.measured)
+    results = args.source or _all(args)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    tables.show_predictions(results, measured, console)
+    if args.page is not None:
+        args.page.write_text(page.predicted_page(results, measured))
+
+
+def _all(args: argparse.Namespace) -> Record:
+    """Predict all that was asked for."""
+    from benchmarks.output import files
+    from torch_echo._version import __version__
+    from torch_echo.report.environment import environment
+
+    results: Record = {
+        "format": files.FORMAT, "torch_echo": __version__, "environment": environment(paths=False), "predicted": True,
+        "records": [],
+    }  # fmt: skip
     with ThreadPoolExecutor(args.jobs) as pool:
         for found in pool.map(lambda name: _one(name, args), args.workload):
-            records += found
+            results["records"] += found
             if args.out is not None:  # now: whoever is short of time has what is there
-                args.out.write_text(
-                    json.dumps({"format": FORMAT, "predicted": True, "records": records}, indent=1) + "\n"
-                )
-    _show(records, measured)
+                files.write(results, args.out)
+    return results
 
 
 if __name__ == "__main__":

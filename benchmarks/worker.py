@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from benchmarks.measure import Seeded
+    from benchmarks.workloads import Trainer
     from torch_echo.footprint import Footprint
 
 __all__ = ["CHECKED", "Task", "serve"]
@@ -103,7 +104,7 @@ def _serve(task: Task, pipe: Connection) -> None:
     if reference.exists():
         figures |= _compare(step, reference)
     figures |= {f"{name}_bytes": n for name, n in asdict(total_peak(step, device)).items() if n is not None}
-    figures |= _told(running, task.case)
+    figures |= _told(running, task.case, trainer)
     figures["seconds"] = meter(step)["seconds"]
     trainer.clear()
     pipe.send(figures)
@@ -169,7 +170,7 @@ def _compare(step: Seeded, reference: Path) -> dict[str, Any]:
     }
 
 
-def _told(running: Running, case: Case) -> dict[str, Any]:
+def _told(running: Running, case: Case, trainer: Trainer) -> dict[str, Any]:
     """What torch-echo says of its plan."""
     if running.session is not None:
         found = running.session.explanation()
@@ -184,9 +185,13 @@ def _told(running: Running, case: Case) -> dict[str, Any]:
             "after": _composition(found.after),
         }
     if case.system in ("echo", "echo_eager"):
+        from benchmarks.measure import optimizer_bytes
         from torch_echo.compile import plans
 
-        return {"graphs": len(plans), "estimated_ratio": 1 + sum(p.plan.overhead for p in plans)} if plans else {}
+        told = {"graphs": len(plans), "estimated_ratio": 1 + sum(p.plan.overhead for p in plans)} if plans else {}
+        if len(plans) == 1:  # the whole of forward and backward, in which the optimizer's states are there too
+            told["predicted_bytes"] = plans[0].plan.peak + optimizer_bytes(trainer)
+        return told
     return {}
 
 

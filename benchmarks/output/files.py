@@ -9,21 +9,21 @@ from typing import Any
 
 from torch_echo.errors import TorchEchoError
 
-__all__ = ["FORMAT", "ResultsError", "joined", "read", "write"]
+__all__ = ["FORMAT", "ResultsError", "joined", "predictions", "read", "write"]
 
 FORMAT = 1
 """Version of the layout. `records` holds one object for each case; those that were measured have `peak_bytes` (everything on the
 device), `state_bytes` (parameters, buffers, optimizer state), `seconds` (median of a step), `seconds_ratio` (to eager's, in the
 same rounds), their quartiles (`_spread`), `setup_seconds`, and how losses and gradients compare with eager's; others have `error`,
-`infeasible` or `skipped`."""
+`infeasible` or `skipped`. In predictions (`predicted` is true): `preset`, `device`, `size`, and `peak_bytes` or `error`."""
 
 
 class ResultsError(TorchEchoError):
     """A file does not hold the results of a run that this version can read."""
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The results in a file. Raises ResultsError."""
+def read(path: Path, predicted: bool = False) -> dict[str, Any]:
+    """The results in a file: measured ones, or `predicted` ones. Raises ResultsError."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -33,6 +33,9 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or "records" not in found or found.get("format") != FORMAT:
         given = found.get("format") if isinstance(found, dict) else None
         raise ResultsError(f"{str(path)!r} has format {given!r}: this version reads results of format {FORMAT}")
+    if bool(found.get("predicted")) != predicted:
+        kinds = ("predicted", "measured") if predicted else ("measured", "predicted")
+        raise ResultsError(f"{str(path)!r} holds {kinds[1]} results: {kinds[0]} ones are read here")
     return found
 
 
@@ -49,6 +52,18 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             whole[rows] = [r for r in whole[rows] if r["workload"] not in new] + part[rows]
         whole["workloads"] |= new
         whole["seconds"] += part["seconds"]
+    return whole
+
+
+def predictions(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Predictions of several runs, all of them. Raises ResultsError."""
+    whole, *others = parts
+    for part in others:
+        if part["torch_echo"] != whole["torch_echo"]:
+            raise ResultsError(
+                f"predictions of torch-echo {whole['torch_echo']} and {part['torch_echo']} are not put together"
+            )
+        whole["records"] += part["records"]
     return whole
 
 

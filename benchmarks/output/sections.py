@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
-from benchmarks.figures import EXTRA, MEMORY, NOISE, Better, Change, above, better, label, measured, of, ratios
-from benchmarks.workloads import WORKLOADS
+from benchmarks.figures import (
+    EXTRA,
+    MEMORY,
+    NOISE,
+    Better,
+    Change,
+    Measured,
+    above,
+    better,
+    label,
+    measured,
+    of,
+    off,
+    predicted_ratios,
+    ratios,
+)
+from benchmarks.workloads import PAPER, WORKLOADS
 
-__all__ = ["Section", "case_section", "change_section", "composition_section", "scale_sections", "summary_sections"]
+__all__ = [
+    "Section",
+    "case_section",
+    "change_section",
+    "composition_section",
+    "predicted_sections",
+    "scale_sections",
+    "summary_sections",
+]
 
 MIB = 2**20
 Record = dict[str, Any]
@@ -100,6 +124,9 @@ def summary_sections(records: Sequence[Record]) -> Iterator[Section]:
             ["workload", "eager, MiB", "torch-echo, MiB", "ratio", "ratio above state", "time", "by"],
             rows,
         )
+    if rows := list(_errors(records)):
+        told = "What torch-echo said that the step's peak would be, against what it was, everything counted."
+        yield Section("Predicted peaks", [told], ["system", "cases", "off on average", "at most", "in"], rows)
     yield Section(
         "Where a peer is better",
         [
@@ -109,6 +136,19 @@ def summary_sections(records: Sequence[Record]) -> Iterator[Section]:
         ["workload", "peer", "its peak, MiB", "its time", "torch-echo's, MiB", "more by", "cause"],
         [_row(case) for case in better(records)],
     )
+
+
+def _errors(records: Sequence[Record]) -> Iterator[list[str]]:
+    """How far predicted peaks are off, for each system that predicts."""
+    apart: dict[str, list[tuple[float, str]]] = {}
+    for r in measured(records):
+        if "predicted_bytes" in r:
+            error = r["predicted_bytes"] / r["peak_bytes"] - 1
+            apart.setdefault(r["system"], []).append((error, f"{r['workload']}, {label(r)}"))
+    for system, found in apart.items():
+        most, where = max(found, key=lambda case: abs(case[0]))
+        mean = fmean(abs(error) for error, _ in found)
+        yield [system, str(len(found)), f"{mean:.2%}", f"{most:+.2%}", where if most else ""]
 
 
 def _row(case: Better) -> list[str]:
@@ -145,6 +185,39 @@ def scale_sections(results: dict[str, Any]) -> Iterator[Section]:
         yield Section(
             "Throughput by batch under the limit", [told], ["workload", "system", "batch", "examples a second"], rows
         )
+
+
+def predicted_sections(records: Sequence[Record], there: Measured) -> Iterator[Section]:
+    """Predicted peaks, for each preset and device; and how far they are off those that were measured."""
+    groups = dict.fromkeys((r["preset"], r["device"]) for r in records)
+    for preset, device in groups:
+        mine = [r for r in records if (r["preset"], r["device"]) == (preset, device)]
+        section = Section(f"{preset}, {device}", head=[
+            "workload", "size", "system", "peak, MiB", "eager / it", "extra time", "fits", "largest batch", "off"
+        ])  # fmt: skip
+        for setting in (f"{EXTRA:g}", f"max_overhead={EXTRA:g},reorder=true"):
+            if found := predicted_ratios(mine, setting):
+                section.lines.append(
+                    f"Eager PyTorch's peak over that of `tape:{setting}`, over {len(found)} of the paper's {len(PAPER)} workloads: "
+                    f"mean {fmean(found.values()):.2f}, maximum {max(found.values()):.2f}."
+                )
+        if apart := [abs(x) for r in mine if (x := off(r, there)) is not None]:
+            section.lines.append(
+                f"Of {len(apart)} cases the peak has been measured: off by {fmean(apart):.2%} on average, {max(apart):.2%} at most."
+            )
+        rows = [_predicted_row(r, off(r, there)) for r in mine]
+        used = [i for i in range(len(section.head)) if any(row[i] for row in rows)]
+        section.head, section.rows = [section.head[i] for i in used], [[row[i] for i in used] for row in rows]
+        yield section
+
+
+def _predicted_row(r: Record, apart: float | None) -> list[str]:
+    if "error" in r:
+        return [r["workload"], "", r["error"], *[""] * 6]
+    size = ", ".join(f"{k} {v}" for k, v in r["size"].items() if k in ("batch", "length", "frames", "layers"))
+    row = [r["workload"], size, label(r), _mib(r["peak_bytes"]), f"{r['ratio']:.2f}" if "ratio" in r else ""]
+    row += [f"{r['overhead']:.1%}" if "overhead" in r else "", {True: "yes", False: "no"}.get(r.get("fits", ""), "")]
+    return [*row, str(r.get("largest_batch", "")), "" if apart is None else f"{apart:+.2%}"]
 
 
 def change_section(changes: Sequence[Change]) -> Section:

@@ -11,11 +11,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.figures import of
-from benchmarks.output.sections import Section, case_section, scale_sections, summary_sections
+from benchmarks.figures import Measured, of
+from benchmarks.output.sections import Section, case_section, predicted_sections, scale_sections, summary_sections
 from benchmarks.systems import Case
 
-__all__ = ["Progress", "show", "show_summary", "show_section"]
+__all__ = ["Progress", "show", "show_predictions", "show_section", "show_summary"]
 
 
 class Progress:
@@ -73,6 +73,13 @@ def show_summary(results: dict[str, Any], console: Console) -> None:
     for section in (*summary_sections(results["records"]), *scale_sections(results)):
         show_section(section, console)
     console.print(f"measured in {results['seconds'] / 60:.1f} minutes")
+
+
+def show_predictions(results: dict[str, Any], measured: Measured, console: Console) -> None:
+    """Predicted peaks."""
+    console.print("Predicted, not measured")
+    for section in predicted_sections(results["records"], measured):
+        show_section(section, console)
 
 
 def show_section(section: Section, console: Console) -> None:
