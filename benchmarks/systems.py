@@ -174,10 +174,11 @@ def settle(running: Running, step: Callable[[], Any]) -> int:
     for done in range(SETTLE):
         if session.phase is Phase.STEADY:
             return done
-        if session.phase is Phase.OFF:
+        off = session.phase is Phase.OFF
+        step()  # raises what there is to raise, once it is off
+        if off:
             break
-        step()
-    raise RuntimeError(f"no plan in force after {SETTLE} steps: {session.phase.name.lower()}, {session.unhandled}")
+    raise RuntimeError(f"no plan in force after {done + 1} steps: {session.phase.name.lower()}, {session.unhandled}")
 
 
 def _eager_kernels() -> Callable[..., Any]:

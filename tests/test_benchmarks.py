@@ -22,6 +22,8 @@ from benchmarks.systems import SYSTEMS, Case, cases, parse, settle, start
 from benchmarks.workloads import PAPER, WORKLOADS, Trainer, build, presets
 from benchmarks.workloads.base import directly
 
+from torch_echo import BudgetInfeasible
+
 TINY: dict[str, dict[str, Any]] = {
     "nmt": {"batch": 2, "length": 4},
     "nmt1000": {"batch": 2, "length": 4, "width": 32},
@@ -103,6 +105,14 @@ class TestSystems:
             running.session.close()
         theirs = [p.grad for p in plain.trainer.parameters]
         assert distance([p.grad for p in step.trainer.parameters], theirs)[1] < 1e-6
+
+    def test_a_budget_that_can_not_be_met_is_told_as_such(self) -> None:
+        workload = build("gnn", **TINY["gnn"])
+        running = start(parse("tape:memory_budget=1000"), workload)
+        with pytest.raises(BudgetInfeasible, match="least reachable peak"):
+            settle(running, Seeded(Trainer(workload, running.call)))
+        assert running.session is not None
+        running.session.close()
 
     @pytest.mark.long
     @pytest.mark.parametrize("text", ["compile", "budget:0.5", "echo:0.1"])
