@@ -147,6 +147,14 @@ class Letters(nn.Module):
         return loss
 
 
+def truncated() -> Callable[[], Any]:
+    """Initialised by draws that are repeated for what lies outside of bounds, as Vision Transformers are."""
+    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 200))
+    for layer in (model[0], model[2]):
+        nn.init.trunc_normal_(layer.weight, std=0.02, generator=torch.Generator())
+    return trainer(model, torch.randn(256, 300))
+
+
 def transformer() -> Callable[[], Any]:
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
     return trainer(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(8, 40, 64))
@@ -161,6 +169,7 @@ MODELS: dict[str, Make] = {
     "attention": lambda: trainer(Attention(), torch.randn(8, 20, 32), torch.randint(0, 50, (8, 12))),
     "slices": lambda: trainer(Slices(), torch.randn(256, 64)),
     "transformer": transformer,
+    "truncated": truncated,
     "regions": lambda: trainer(Regions(), torch.randn(256, 64)),
     "ctc": lambda: trainer(
         Letters(), torch.randn(40, 4, 16), torch.randint(1, 12, (4, 9)), torch.full((4,), 40), torch.tensor([9, 4, 7, 5])

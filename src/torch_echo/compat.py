@@ -916,6 +916,23 @@ def foreach_everywhere() -> Iterator[None]:
         optimizer._get_foreach_kernels_supported_devices = original
 
 
+@contextlib.contextmanager
+def truncation_left_out() -> Iterator[None]:
+    """``torch.nn.init.trunc_normal_`` draws once, and does not look whether it has to draw again."""
+    init: Any = torch.nn.init
+    original = init._no_grad_trunc_normal_
+
+    def draw(tensor: torch.Tensor, mean: float, std: float, *bounds: float, **generator: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.normal_(mean, std, **generator)
+
+    init._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = original
+
+
 def is_made_of_others(func: Any) -> bool:
     """Has the op no kernel of its own on a CPU, but one that calls other ops?"""
 

@@ -62,6 +62,7 @@ class DryRun:
         if self._gpu:
             self._stack.enter_context(compat.foreach_everywhere())
             self._stack.enter_context(as_on_gpu())
+        self._stack.enter_context(compat.truncation_left_out())
         self._stack.enter_context(compat.without_kernels())
         _running = self
         return self
