@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PREDICTED := cuda cuda-reorder small-cpu paper-cpu
 
 .PHONY: install demo test test-long lint bench results clean
 
@@ -33,6 +34,8 @@ bench: install
 results: install
 	$(BIN)/torch-echo bench --from docs/results/bench.json --out docs/results --page docs/results.md
 	$(BIN)/torch-echo bench --from docs/results-paper/bench.json --out docs/results-paper --page docs/results-paper.md
+	$(BIN)/torch-echo bench --predict $(PREDICTED:%=--from docs/results-predicted/%.json) --measured docs/results/bench.json \
+		--measured docs/results-paper/bench.json --page docs/results-predicted.md
 
 clean:
 	rm -rf $(VENV) build dist

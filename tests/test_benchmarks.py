@@ -369,7 +369,7 @@ class TestCommand:
         out.mkdir()
         second["workloads"] = {"nmt": {"title": "again", "size": {"batch": 4}}}
         second["records"] = [record("nmt", "eager", 100, 1.0), record("nmt", "tape:0.15", 25, 1.1)]
-        second["scale"], second["throughput"] = [], []
+        second["scale"], second["throughput"] = [], [{**second["throughput"][0], "batch": 7}]
         for name, part in (("a", first), ("b", second), ("c", {**second, "preset": "paper"})):
             (tmp_path / f"{name}.json").write_text(json.dumps(part))
         main(["--from", str(tmp_path / "a.json"), "--from", str(tmp_path / "b.json"), "--out", str(out)])
@@ -377,6 +377,8 @@ class TestCommand:
         assert [r["peak_bytes"] for r in found["records"] if r["workload"] == "nmt"] == [100 * MIB, 25 * MIB]
         assert found["workloads"]["nmt"]["title"] == "again" and len(found["workloads"]) == len(PAPER)
         assert len(found["records"]) == len(first["records"]) - 6 + 2
+        assert found["scale"] == first["scale"], "the later run did not ask what fits"
+        assert found["throughput"] == second["throughput"]
         with pytest.raises(SystemExit):
             main(["--from", str(tmp_path / "a.json"), "--from", str(tmp_path / "c.json"), "--out", str(out)])
         assert "preset 'small' and 'paper'" in capsys.readouterr().err

@@ -56,7 +56,8 @@ def test_predictions_are_set_beside_what_was_measured_of_the_same_case(tmp_path:
     assert "| gpt2 | batch 2 | tape:0.15 | 9.0 | 4.00 |  |" in lines  # another size
     assert "| vit |  | no such thing |  |  |  |" in lines
     assert any("over 1 of the paper's 4 workloads: mean 2.00, maximum 2.00" in line for line in lines)
-    assert any("Of 1 cases the peak has been measured: off by 1.00%" in line for line in lines)
+    assert any("in 1 cases of torch-echo, which" in line and "off by 1.00% on average" in line for line in lines)
+    assert not any("cases of eager" in line for line in lines)
 
 
 def test_predictions_of_two_versions_are_not_put_together() -> None:

@@ -40,17 +40,17 @@ def read(path: Path, predicted: bool = False) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Results of several runs of one preset on one device: a later run's workloads take the place of an earlier one's. Raises
-    ResultsError."""
+    """Results of several runs of one preset on one device: what a later run has of a workload (its cases; what fits under a limit)
+    takes the place of what an earlier one has. Raises ResultsError."""
     whole, *others = parts
     for part in others:
         for name in ("preset", "device", "torch_echo"):
             if part[name] != whole[name]:
                 raise ResultsError(f"results with {name} {whole[name]!r} and {part[name]!r} are not put together")
-        new = part["workloads"]
         for rows in ("records", "scale", "throughput"):
+            new = {r["workload"] for r in part[rows]}
             whole[rows] = [r for r in whole[rows] if r["workload"] not in new] + part[rows]
-        whole["workloads"] |= new
+        whole["workloads"] |= part["workloads"]
         whole["seconds"] += part["seconds"]
     return whole
 

@@ -201,10 +201,15 @@ def predicted_sections(records: Sequence[Record], there: Measured) -> Iterator[S
                     f"Eager PyTorch's peak over that of `tape:{setting}`, over {len(found)} of the paper's {len(PAPER)} workloads: "
                     f"mean {fmean(found.values()):.2f}, maximum {max(found.values()):.2f}."
                 )
-        if apart := [abs(x) for r in mine if (x := off(r, there)) is not None]:
-            section.lines.append(
-                f"Of {len(apart)} cases the peak has been measured: off by {fmean(apart):.2%} on average, {max(apart):.2%} at most."
-            )
+        for system, of_what in (
+            ("eager", "eager PyTorch"),
+            ("tape", "torch-echo, which plans with measured times where it runs"),
+        ):
+            if apart := [abs(x) for r in mine if r.get("system") == system and (x := off(r, there)) is not None]:
+                mean, most = fmean(apart), max(apart)
+                section.lines.append(
+                    f"Peaks were measured in {len(apart)} cases of {of_what}: off by {mean:.2%} on average, {most:.2%} at most."
+                )
         rows = [_predicted_row(r, off(r, there)) for r in mine]
         used = [i for i in range(len(section.head)) if any(row[i] for row in rows)]
         section.head, section.rows = [section.head[i] for i in used], [[row[i] for i in used] for row in rows]
