@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -59,6 +60,25 @@ def test_the_gap_that_is_asked_for_is_filled() -> None:
     assert len(found.points) > before
     seconds = [p.extra_seconds for p in found.points]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_low_end_is_searched_when_it_is_asked_for() -> None:
+    """By a budget below all that was found, or a time beyond that of the smallest; both find the same."""
+    graph = transformer(6)
+    rng = random.Random(1)
+    for op in graph.ops:
+        op.seconds *= rng.uniform(0.5, 2.0)
+    found, again = front(graph), front(graph)
+    least = found.least
+    smaller = found.for_budget(least.peak - 1)
+    assert smaller is not None and smaller.peak < least.peak and smaller.extra_seconds >= least.extra_seconds
+    same = found.for_budget(least.peak)
+    assert same is not None and same.peak == least.peak, "what is there already is left as it is"
+    assert found.points[0] == found.least and found.least.peak <= smaller.peak
+    assert found.least.peak <= again.for_overhead(math.inf).peak <= 1.001 * found.least.peak
+    assert found.for_budget(1) is None
+    assert replay(graph, found.least.dropped).peak == found.least.peak
+    check_plan(graph, found.least.dropped)
 
 
 def test_near_the_best_on_small_graphs() -> None:

@@ -25,6 +25,7 @@ class Point:
 
 
 Between = Callable[[list[Point], int], list[Point]]
+Below = Callable[[], list[Point]]
 
 
 class Front:
@@ -32,7 +33,8 @@ class Front:
 
     A budget only picks from the points, so a smaller budget never gives a larger peak. Nor does it with :meth:`refine_by`: then the
     gap between two points that a budget or a time falls into is searched once more, and what is found there is neither smaller
-    than its smaller end nor faster than its faster one. So it is as if all gaps had been.
+    than its smaller end nor faster than its faster one. So it is as if all gaps had been. A budget below the smallest point, or a
+    time beyond its, has smaller ones searched for, none of which is faster.
     """
 
     def __init__(self, baseline: Point) -> None:
@@ -43,6 +45,8 @@ class Front:
         self._ends: list[Point] = []
         self._between: Between | None = None
         self._found: dict[int, list[Point]] = {}
+        self._below: Below | None = None
+        self._smaller: list[Point] | None = None
 
     @property
     def baseline(self) -> Point:
@@ -51,14 +55,14 @@ class Front:
 
     @property
     def least(self) -> Point:
-        """The plan with the least peak."""
-        return self._ends[0] if self._ends else self.points[0]
+        """The plan with the least peak of those known so far."""
+        return next(iter(self._smaller or self._ends or self.points))
 
-    def refine_by(self, between: Between) -> None:
+    def refine_by(self, between: Between, below: Below) -> None:
         """From now on no points are added, but those between two neighbours when they are asked for: `between` is given all points
         that there are now, and the position of the smaller of the two; it gives that one, or one of the same peak, and those
-        between it and the next."""
-        self._ends, self._between = list(self.points), between
+        between it and the next. And those of `below` when they are asked for, which are smaller and slower than all others."""
+        self._ends, self._between, self._below = list(self.points), between, below
 
     def add(self, point: Point) -> bool:
         """Take a point in, and those out that it beats; False if it is no better than one that is there."""
@@ -92,17 +96,30 @@ class Front:
         points = self._ends or self.points
         at = bisect_right(points, budget, key=lambda p: p.peak) - 1
         if at < 0:
-            return None
+            return next((p for p in reversed(self._low_end()) if p.peak <= budget), None)
         return next(p for p in reversed(self._gap(at)) if p.peak <= budget)
 
     def for_overhead(self, seconds: float) -> Point:
         """The smallest plan that adds at most `seconds`; the fastest among those within 0.1% of its peak."""
         points = self._ends or self.points
         at = next((i for i, p in enumerate(points) if p.extra_seconds <= seconds), len(points) - 1)
-        points = [*self._gap(max(0, at - 1)), *points[max(1, at) :]]
+        points = [*(self._gap(at - 1) if at else [*self._low_end(), *self._gap(0)]), *points[max(1, at) :]]
         least = next((p for p in points if p.extra_seconds <= seconds), self.baseline)
         near = [p for p in points if least.peak <= p.peak <= least.peak * 1.001 and p.extra_seconds <= seconds]
         return near[-1] if near else least
+
+    def _low_end(self) -> list[Point]:
+        """The points below all that were there first."""
+        if self._below is None:
+            return []
+        if self._smaller is None:
+            self._smaller = self._below()
+            self._list()
+        return self._smaller
+
+    def _list(self) -> None:
+        found = [p for i, end in enumerate(self._ends) for p in self._found.get(i, [end])]
+        self.points = [*(self._smaller or ()), *found]
 
     def _gap(self, at: int) -> list[Point]:
         """The points from one of those that were there first, up to the next."""
@@ -110,21 +127,23 @@ class Front:
             return (self._ends or self.points)[at : at + 1]
         if at not in self._found:
             self._found[at] = self._between(self._ends, at)
-            self.points = [p for i, end in enumerate(self._ends) for p in self._found.get(i, [end])]
+            self._list()
         return self._found[at]
 
 
 class Gap(Front):
-    """What is found between two points of a front."""
+    """What is found between two points of a front, or (`small` is None) beyond its smallest."""
 
-    def __init__(self, small: Point, large: Point) -> None:
+    def __init__(self, small: Point | None, large: Point) -> None:
         super().__init__(large)
-        self.small = small
-        super().add(small)
+        self.least_peak = 0
+        if small is not None:
+            super().add(small)
+            self.least_peak = small.peak
 
     def add(self, point: Point) -> bool:
         """As for a front, but for points that are smaller than one end or faster than the other."""
-        inside = point.peak >= self.small.peak and point.extra_seconds >= self.baseline.extra_seconds
+        inside = point.peak >= self.least_peak and point.extra_seconds >= self.baseline.extra_seconds
         return inside and super().add(point)
 
 

@@ -96,8 +96,8 @@ def plan(
     else:
         if front is None:
             front = Search(prices, fixed_seconds).run(nested)
-        floor = front.least.peak
         point, fits = (chosen, True) if chosen is not None else _choose(front, graph, budget, max_overhead)
+        floor = front.least.peak
         notes.append(
             f"exact: each candidate is a minimum cut at its prices, or put together from such; "
             f"searched: the prices ({front.candidates} candidates replayed, {len(front.points)} on the front)"

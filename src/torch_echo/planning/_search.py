@@ -22,6 +22,8 @@ Method. Many cuts at different prices, and plans made from them, each judged by 
 6. *Nested segments*, for engines that can rebuild values more than once: see ``_segments``.
 7. *The gap asked for*: when a budget or a time is given, more moves between the two points of the front that it falls between, and
    only there (:meth:`Front.refine_by`).
+8. *The low end*, when a budget is below all of these, or a time beyond that of the smallest: from the smallest plan of each part of
+   the search, moves towards smaller peaks for as long as there are any. One of them alone often ends in a dead end.
 
 Cost. Replays are made in batches (:mod:`torch_echo._batch`). Some sixty for 100,000 ops, some hundreds for small graphs: the number
 is fixed by the size of the graph, never by a clock, so planning is deterministic.
@@ -34,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +69,8 @@ _PAIRS = 4
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How many cuts (sweep, segments, moments) or replays (order, moves) each part of the search may spend; and where a gap is
-    searched once more, from how many plans below it, above it, and in it."""
+    """How many cuts (sweep, segments, moments) or replays (order, moves) each part of the search may spend; where a gap is
+    searched once more, from how many plans below it, above it, and in it; and how many rounds of moves the low end gets."""
 
     sweep: int
     segments: int
@@ -75,6 +78,7 @@ class Effort:
     order: int
     moves: int
     gap: int = 0
+    low: int = 0
 
     @classmethod
     def for_size(cls, ops: int) -> Effort:
@@ -88,6 +92,7 @@ class Effort:
             order=max(16, total // 2),
             moves=total // 4 if small else 0,
             gap=3 if small else 0,
+            low=total // 30 if small else 0,
         )
 
 
@@ -145,6 +150,8 @@ class Search:
         self._swept: list[_Swept] = []
         self._swept_at_peak: list[_Swept] = []
         self._moves: Moves | None = None
+        self._starts: dict[str, tuple[int, Mask]] = {}
+        """The plan with the least peak that each part of the search has found, and that peak."""
 
     def run(self, nested: bool = False) -> Front:
         """All parts, one after the other; see :func:`front`."""
@@ -162,7 +169,7 @@ class Search:
                 self.front.add(point)
         self.front.candidates = self.replays
         if self.effort.gap:
-            self.front.refine_by(self.between)
+            self.front.refine_by(self.between, self.below)
         return self.front
 
     # -- candidates --------------------------------------------------------------------------------------------------
@@ -189,7 +196,11 @@ class Search:
             if at is None or seconds < at.extra_seconds:
                 self._offer(front, mask, peak, seconds, origin)
         kept, peaks, ticks, extra = zip(*every, strict=True)
-        return Replays(np.array(kept), np.array(peaks, np.int64), np.array(ticks, np.int64), np.array(extra))
+        found = Replays(np.array(kept), np.array(peaks, np.int64), np.array(ticks, np.int64), np.array(extra))
+        peak, mask = _smallest(found)
+        if front is self.front and peak < self._starts.get(origin, (self.front.baseline.peak,))[0]:
+            self._starts[origin] = peak, mask
+        return found
 
     def _offer(self, front: Front, mask: Mask, peak: int, seconds: float, origin: str) -> None:
         dropped = frozenset(np.flatnonzero(mask).tolist())
@@ -378,11 +389,15 @@ class Search:
 
     def _move(self, point: Point, room: int, front: Front | None = None, drop: bool | None = None) -> None:
         """Moves from a point; those that take up to `room` bytes more are made together. `drop`: only those that drop, or keep."""
-        if point.groups:
-            return
+        if not point.groups:
+            self._move_from(self._masks[point.dropped], room, front, drop)
+
+    def _move_from(
+        self, start: Mask, room: int, front: Front | None = None, drop: bool | None = None
+    ) -> tuple[int, Mask] | None:
+        """The same from any plan that was replayed. The least peak that was found, and its plan."""
         if self._moves is None:
             self._moves = Moves(self.prices, self.batch.made, self.fixed_seconds is not None)
-        start = self._masks[point.dropped]
         _, peak, tick, seconds = self._seen[self._keys(start[None])[0]]
         moves, singles = self._moves.around(start, tick)
         if drop is not None:
@@ -390,13 +405,14 @@ class Search:
             moves = [move for move in moves if move[1] == drop]
         tried = self._judge_legal(self._moves.changed(start, moves), "moves", front)
         if tried is None:
-            return
+            return None
         judged, legal = tried
         single = np.flatnonzero(legal[:singles])
         saved, more = seconds - judged.seconds[: len(single)], judged.peaks[: len(single)] - peak
         back, away = self._moves.ranked(saved, more, max(1, room))
         together = [self._moves.cumulated(start, [moves[single[i]] for i in ranked]) for ranked in (back, away)]
-        self._judge_legal(np.concatenate(together), "moves together", front)
+        both = self._judge_legal(np.concatenate(together), "moves together", front)
+        return min([_smallest(judged), *([_smallest(both[0])] if both else [])], key=itemgetter(0))
 
     def values(self) -> None:
         """For graphs of a few values: up to two or three values at a time."""
@@ -440,3 +456,25 @@ class Search:
             self._move(point, most - point.peak, gap)
         self.front.candidates = self.replays
         return gap.points[:-1]
+
+    # -- 8 -----------------------------------------------------------------------------------------------------------
+
+    def below(self) -> list[Point]:
+        """Points with smaller peaks than all that there are: see :meth:`Front.refine_by`."""
+        front = Gap(None, self.front.least)
+        rounds = self.effort.low
+        for peak, mask in sorted(self._starts.values(), key=itemgetter(0)):
+            while rounds:
+                rounds -= 1
+                found = self._move_from(mask, 1, front)
+                if found is None or found[0] >= peak:
+                    break
+                peak, mask = found
+        self.front.candidates = self.replays
+        return front.points[:-1]
+
+
+def _smallest(found: Replays) -> tuple[int, Mask]:
+    """The least peak among them, and its plan."""
+    least = int(np.argmin(found.peaks))
+    return int(found.peaks[least]), found.masks[least]
