@@ -780,9 +780,17 @@ def profiler_running() -> bool:
 
 # --- running without kernels ---------------------------------------------------------------------------------------------
 
-_BEFORE_KERNELS = torch._C._dispatch_key_parse("Fake")
-"""A dispatch key below autograd, views and modes, and above the choice of a kernel. PyTorch keeps it for other libraries' tensors
-without content, and has nothing on it."""
+_FAKE: Any = torch._C._dispatch_key_parse("Fake")
+_PYTHON: Any = torch._C._dispatch_key_parse("Python")
+_BEFORE = "Fake" if int(_FAKE) < int(_PYTHON) else "CustomRNGKeyId"
+"""A dispatch key below autograd, views and modes, and above the choice of a kernel, that PyTorch keeps for other libraries and has
+nothing on. Before 2.13 the first is above modes, where a fallback written in Python can't be called while there is one, and the
+second is below the place where a device is chosen for what is made from nothing: see :func:`_put_on_makers`."""
+
+_BEFORE_KERNELS = torch._C._dispatch_key_parse(_BEFORE)
+
+sparse_passes_by = _BEFORE != "Fake"
+"""Do ops on sparse tensors pass by what :func:`on_kernel` was given?"""
 
 _VIEWS = (
     "alias", "as_strided", "detach", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes",
@@ -802,11 +810,55 @@ def on_kernel(handler: Callable[..., Any]) -> None:
     """
     _destroy(_other_kernels)
     library = torch.library.Library("_", "IMPL")
-    library.fallback(handler, "Fake")
-    views = torch.library.Library("aten", "IMPL", "Fake")
+    library.fallback(handler, _BEFORE)
+    views = torch.library.Library("aten", "IMPL", _BEFORE)
     for name in _VIEWS:
         views.impl(name, torch.library.fallthrough_kernel)
     _handler.extend((library, views))
+    if sparse_passes_by:  # the second of the two keys, which PyTorch takes for one of a device
+        _handler.extend((_put_on_composites(handler), _put_on_makers(handler)))
+
+
+def _put_on_composites(handler: Callable[..., Any]) -> torch.library.Library:
+    """Have `handler` called for the ops that are made of others, which for PyTorch are kernels of the second key in ``_BEFORE``."""
+    library = torch.library.Library("aten", "IMPL", _BEFORE)
+    for func in _aten_ops("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"):
+        if str(func).removeprefix("aten.").removesuffix(".default") not in _VIEWS:
+            library.impl(func, functools.partial(handler, func))
+    return library
+
+
+def _aten_ops(*keys: str) -> Iterator[Any]:
+    """PyTorch's own ops that have a kernel for one of these dispatch keys."""
+    for name in torch._C._dispatch_get_all_op_names():
+        has = any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+        if name.startswith("aten::") and has:
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _put_on_makers(handler: Callable[..., Any]) -> torch.library.Library:
+    """Have `handler` called for the ops that make tensors from none where :class:`without_kernels` is on; else the device is
+    chosen, as in the kernels that these are put before."""
+    library = torch.library.Library("aten", "IMPL", "BackendSelect")
+
+    def choosing(func: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            on = torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_KERNELS)
+            if on and not torch._C._dispatch_tls_is_dispatch_key_excluded(_BEFORE_KERNELS):
+                return handler(func, *args, **kwargs)
+            kind = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}[torch.device(kwargs.get("device") or "cpu").type]
+            layout = kwargs.get("layout") or torch.strided
+            name = kind if layout is torch.strided else f"Sparse{'' if layout is torch.sparse_coo else 'Csr'}{kind}"
+            return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)), *args, **kwargs)
+
+        return call
+
+    with warnings.catch_warnings(action="ignore"):  # that there was another one, as there is to be again
+        for func in _aten_ops("BackendSelect"):
+            if func not in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype_layout):  # they are given tensors
+                library.impl(func, choosing(func), allow_override=True)
+    return library
 
 
 def off_kernel() -> None:
@@ -875,7 +927,7 @@ def other_kernels(functions: Mapping[str, Callable[..., Any]]) -> Any:
     and sees nothing of what they call; within them, the ops are as ever. Other ops go straight to their kernels. They are
     the same in all calls."""
     if not _other_kernels:
-        _other_kernels.extend(_put_on("Fake", functions))
+        _other_kernels.extend(_put_on(_BEFORE, functions))
     return _passing(torch._C.DispatchKeySet(_BEFORE_KERNELS), whoever=True)
 
 
@@ -1069,9 +1121,11 @@ def is_backward_input(node: fx.Node) -> bool:
 def size_hint(size: Any) -> int:
     """A size; where it is a symbol, the one that it had when it was traced, without guarding on it."""
     if isinstance(size, torch.SymInt):
-        from torch.fx.experimental.symbolic_shapes import optimization_hint
+        from torch.fx.experimental import symbolic_shapes
 
-        return int(optimization_hint(size, fallback=1))
+        named: Any = symbolic_shapes  # of the two, the second is 2.11's, which did not tell uses of a hint apart yet
+        hint = getattr(named, "optimization_hint", None) or named.size_hint
+        return int(hint(size, fallback=1))
     return int(size)
 
 

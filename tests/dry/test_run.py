@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_echo import CaptureError
+from torch_echo import compat
 from torch_echo.dry import DryRun
 
 
@@ -91,6 +92,15 @@ def test_content_that_was_not_computed_is_refused(run: DryRun, look: object) -> 
         look(x)  # type: ignore[operator]
 
 
+def test_sparse_gradients_are_refused(run: DryRun) -> None:
+    table = nn.Embedding(300, 200, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    with pytest.raises(CaptureError, match="only dense tensors"):
+        table(torch.randint(0, 300, (500,))).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.skipif(compat.sparse_passes_by, reason="only what makes sparse tensors is seen")
 def test_sparse_tensors_are_refused() -> None:
     sparse = torch.eye(300).to_sparse()
     with DryRun(), pytest.raises(CaptureError, match="only dense tensors"):

@@ -135,6 +135,8 @@ class DryRun:
         with compat.with_kernels():
             result = func(*args, **kwargs)
         for t in tensors_in(result):
+            if compat.sparse_passes_by and t.layout is not torch.strided:
+                raise CaptureError(f"{script_line()}: {func}: only dense tensors are run without content")
             if _plain(t):
                 storage, content = compat.place_of(t)
                 if storage not in given or self._made.get(storage) != content:  # a new one may be where another was
