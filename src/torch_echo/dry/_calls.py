@@ -157,6 +157,8 @@ def _outputs_of(
         result, given, fake = fakes.of(func, args, kwargs)
     except Exception as error:  # whatever it is that the op dislikes about tensors without content
         raise CaptureError(f"{spec.op}: what it returns is not known without running it ({error})") from error
+    if any(t.layout is not torch.strided for t in tensors_in(result)):
+        raise CaptureError(f"{spec.op}: only dense tensors are run without content")
     return _outputs(result, {id(f): number[id(g)] for f, g in zip(fake, given, strict=True)})
 
 
