@@ -48,6 +48,7 @@ __all__ = [
     "no_dispatch",
     "node_sequence",
     "pop_hooks",
+    "no_profile",
     "profiler_running",
     "push_hooks",
     "sequence_number",
@@ -695,6 +696,9 @@ class MemoryProfile:
     MARK = 1031
     """Bytes of the block that :func:`mark` allocates: a size that nothing else is likely to have."""
 
+    lost = False
+    """Did a thread end on which one ran? With PyTorch 2.11 none can be started in the process any more."""
+
     def __init__(self) -> None:
         _quiet_profiler()
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -704,9 +708,15 @@ class MemoryProfile:
         """Begin. Raises RuntimeError if a profiler is running already."""
         self._profile.start()
 
-    def stop(self) -> None:
-        """End; the events can be read afterwards."""
-        self._profile.stop()
+    def stop(self) -> bool:
+        """End; the events can be read afterwards. False if they are lost, with the thread on which it was started."""
+        try:
+            self._profile.stop()
+        except RuntimeError:
+            if profiler_running():
+                raise
+            MemoryProfile.lost = True
+        return not MemoryProfile.lost
 
     def events(self, device: torch.device) -> tuple[list[MemoryEvent], list[MemoryEvent], list[NodeEvent]]:
         """(events of `device`, events of the CPU, nodes), each in order of time."""
@@ -776,6 +786,13 @@ def profiler_running() -> bool:
     """Is a profiler active on this thread, so that it sees what the thread allocates, and a second one cannot start?"""
     running: bool = torch._C._autograd._profiler_enabled()
     return running
+
+
+def no_profile() -> str | None:
+    """Why no profiler can be started now, if that is so."""
+    if MemoryProfile.lost:
+        return "the thread on which a step was recorded ended within it, and this PyTorch starts no profiler after that"
+    return "a profiler of the script's is running" if profiler_running() else None
 
 
 # --- running without kernels ---------------------------------------------------------------------------------------------

@@ -1500,6 +1500,7 @@ class TestScope:
         for seed, mine in zip((0, 100), expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, found[seed], strict=True))
 
+    @pytest.mark.skipif(torch.__version__ < "2.13", reason="no profiler can be started in the process after that")
     def test_a_thread_that_ends_in_the_middle_of_the_recorded_iteration(self) -> None:
         model = MLP()
 
@@ -1517,6 +1518,38 @@ class TestScope:
                 thread.join()
             assert session.plan is not None
             assert not session.unhandled
+
+    def test_a_profile_that_is_lost_with_its_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As with PyTorch 2.11: training goes on as plain PyTorch, and it is said why."""
+        monkeypatch.setattr(compat.MemoryProfile, "lost", False)
+        stop = torch.profiler.profile.stop
+        started = threading.current_thread()
+
+        def fail(profile: Any) -> None:
+            stop(profile)
+            if threading.current_thread() is not started:
+                raise RuntimeError("Can't disable Kineto profiler when it's not running")
+
+        model, done = MLP(), []
+
+        def steps(first: int, count: int) -> None:
+            for i in range(first, first + count):
+                model.zero_grad()
+                loss = square_loss(model, i)
+                if i != 1:
+                    loss.backward()
+                done.append(i)
+
+        with forced(model) as session:
+            started = threading.Thread(target=steps, args=(0, 2))
+            started.start()
+            started.join()
+            monkeypatch.setattr(torch.profiler.profile, "stop", fail)
+            thread = threading.Thread(target=steps, args=(2, 4))
+            thread.start()
+            thread.join()
+            assert done == list(range(6)) and session.plan is None
+            assert any("the thread on which a step was recorded ended" in str(why) for why in session.unhandled)
 
     def test_two_threads_in_the_middle_of_a_forward(self) -> None:
         """Mode and hooks of one are not those of the other."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_echo.compat import MemoryProfile, profiler_running
+from torch_echo.compat import MemoryProfile, no_profile
 from torch_echo.cost._flops import is_view
 from torch_echo.cost._measured import Remembered, undisturbed
 from torch_echo.cost._spec import OpSpec, materialize
@@ -31,7 +31,7 @@ class Workspaces(Remembered):
         return 0 if is_view(func) else int(self._of(func, spec))
 
     def _refusal(self, func: Any, spec: OpSpec) -> str | None:
-        return "a profiler is running" if profiler_running() else super()._refusal(func, spec)
+        return no_profile() or super()._refusal(func, spec)
 
     def _run(self, func: Any, spec: OpSpec) -> float:
         return float(_measure(func, spec))

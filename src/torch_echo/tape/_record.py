@@ -636,7 +636,8 @@ class PeakMeter:
         """End; the peak in bytes, everything on the device included. None if another thread interfered."""
         self._place_late()
         self._active = False
-        self._profile.stop()
+        if not self._profile.stop():
+            return None
         memory, host, _ = self._profile.events(self._device)
         marks = [e for e in host if e.nbytes == compat.MemoryProfile.MARK]
         if len(marks) != len(self._freed):

@@ -769,8 +769,8 @@ class Session:
     def _start_recording(self, kind: StepKind) -> None:
         if self.device is None:
             return
-        if compat.profiler_running():
-            self._note("planning", "waits: a profiler of the script's is running", once=True)
+        if (why := compat.no_profile()) is not None:
+            self._note("planning", f"waits: {why}", once=True)
             return
         for name, model in self.trained.roots().items():
             self._add_modules(name, model)  # those put into it since
@@ -927,7 +927,7 @@ class Session:
             self.ranks.give_up(self._recordings)
 
     def _start_check(self) -> None:
-        if compat.profiler_running():
+        if compat.no_profile() is not None:
             return
         assert self.device is not None
         self._thread = threading.current_thread()
