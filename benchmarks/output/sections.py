@@ -38,6 +38,10 @@ __all__ = [
 MIB = 2**20
 Record = dict[str, Any]
 CAUSES: dict[tuple[str, str], str] = {
+    (
+        "nmt",
+        "compile",
+    ): "echo has the gradients of what attention shares summed as they come: slower by some percent, 45 MiB less",
     ("nmt4", "hand"): "4,000 kernels of 10 to 50 µs: noting and re-running each takes the tape about as long",
 }
 """Why a peer is better, where that is known: by workload and system."""
