@@ -57,6 +57,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
+FINDS_PROFILES = pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="a profile is lost with its thread, and none can be started in the process after that",
+)
+
+
 class Net(nn.Module):
     """Two linear layers around a function of the test's."""
 
@@ -1500,7 +1506,7 @@ class TestScope:
         for seed, mine in zip((0, 100), expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, found[seed], strict=True))
 
-    @pytest.mark.skipif(torch.__version__ < "2.13", reason="no profiler can be started in the process after that")
+    @FINDS_PROFILES
     def test_a_thread_that_ends_in_the_middle_of_the_recorded_iteration(self) -> None:
         model = MLP()
 
@@ -1519,6 +1525,7 @@ class TestScope:
             assert session.plan is not None
             assert not session.unhandled
 
+    @FINDS_PROFILES
     def test_a_profile_that_is_lost_with_its_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As with PyTorch 2.11: training goes on as plain PyTorch, and it is said why."""
         monkeypatch.setattr(compat.MemoryProfile, "lost", False)
