@@ -697,7 +697,7 @@ class MemoryProfile:
     """Bytes of the block that :func:`mark` allocates: a size that nothing else is likely to have."""
 
     lost = False
-    """Did a thread end on which one ran? With PyTorch 2.11 none can be started in the process any more."""
+    """Can none be started in this process any more? So it is with PyTorch 2.11 when a thread has ended on which one ran."""
 
     def __init__(self) -> None:
         _quiet_profiler()
@@ -709,18 +709,26 @@ class MemoryProfile:
         self._profile.start()
 
     def stop(self) -> bool:
-        """End; the events can be read afterwards. False if they are lost, with the thread on which it was started."""
+        """End; the events can be read afterwards. False if they are lost: the thread on which it was started has ended, or another
+        profiler has ended this one (PyTorch 2.11)."""
         try:
             self._profile.stop()
         except RuntimeError:
-            if profiler_running():
-                raise
-            MemoryProfile.lost = True
-        return not MemoryProfile.lost
+            self._profile.profiler = None
+            try:
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                    pass
+            except RuntimeError:
+                MemoryProfile.lost = True
+        return self._profile.profiler is not None
 
     def events(self, device: torch.device) -> tuple[list[MemoryEvent], list[MemoryEvent], list[NodeEvent]]:
         """(events of `device`, events of the CPU, nodes), each in order of time."""
         profiler: Any = self._profile.profiler
+        if profiler is None:
+            raise CaptureError(
+                "the allocations of the step were not seen: another profiler has ended the one that recorded them"
+            )
         stack = list(profiler.kineto_results.experimental_event_tree())[::-1]
         memory: list[MemoryEvent] = []
         host: list[MemoryEvent] = []

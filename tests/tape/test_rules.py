@@ -59,7 +59,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 FINDS_PROFILES = pytest.mark.skipif(
     torch.__version__ < "2.13",
-    reason="a profile is lost with its thread, and none can be started in the process after that",
+    reason="a profile is lost with its thread, and none can be started in the process after that; or to another one",
 )
 
 
@@ -1533,7 +1533,8 @@ class TestScope:
         started = threading.current_thread()
 
         def fail(profile: Any) -> None:
-            stop(profile)
+            if profile.profiler is not None:
+                stop(profile)
             if threading.current_thread() is not started:
                 raise RuntimeError("Can't disable Kineto profiler when it's not running")
 
@@ -1700,6 +1701,7 @@ class TestErrors:
             square_loss(model, 0)
         handle.remove()
 
+    @FINDS_PROFILES
     def test_a_profiler_of_the_script(self) -> None:
         """Planning waits until it has ended."""
 
@@ -1724,6 +1726,22 @@ class TestErrors:
         check_same(plain, taped)
         assert session.plan is not None
         assert taped.reruns[-1] > 0
+
+    def test_a_profile_that_is_lost_to_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As with PyTorch 2.11. The next can be started."""
+        profile = compat.MemoryProfile()
+        profile.start()
+        stop = profile._profile.stop
+
+        def fail() -> None:
+            stop()
+            raise RuntimeError("Can't disable Kineto profiler when it's not running")
+
+        monkeypatch.setattr(profile._profile, "stop", fail)
+        assert not profile.stop()
+        assert not compat.MemoryProfile.lost
+        with pytest.raises(CaptureError, match="another profiler"):
+            profile.events(compat.CPU)
 
     def test_a_report_before_there_is_a_plan(self) -> None:
         handle = torch_echo.apply(MLP())
