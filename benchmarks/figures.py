@@ -26,6 +26,7 @@ __all__ = [
     "peaks",
     "predicted_ratios",
     "ratios",
+    "setting",
 ]
 
 Record = dict[str, Any]
@@ -94,9 +95,14 @@ def ratios(records: Sequence[Record], workloads: Iterable[str] = PAPER, extra: f
     return Ratios(found) if found else None
 
 
-def predicted_ratios(records: Iterable[Record], setting: str) -> dict[str, float]:
+def setting(overhead: float, reorder: bool) -> str:
+    """Of torch-echo on eager PyTorch, as `--system` takes it."""
+    return f"max_overhead={overhead:g},reorder=true" if reorder else f"{overhead:g}"
+
+
+def predicted_ratios(records: Iterable[Record], given: str) -> dict[str, float]:
     """Eager PyTorch's predicted peak over that of torch-echo with a setting, by workload; of those of the paper."""
-    return {r["workload"]: r["ratio"] for r in records if r["workload"] in PAPER and r.get("setting") == setting}
+    return {r["workload"]: r["ratio"] for r in records if r["workload"] in PAPER and r.get("setting") == given}
 
 
 Measured = dict[tuple[str, str, str, str], int]

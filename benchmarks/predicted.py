@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import setting
 from torch_echo.errors import TorchEchoError
 from torch_echo.units import parse_bytes
 
@@ -70,7 +71,7 @@ def predicted(
         plan = found.plan(max_overhead=overhead)
         record = about | {
             "system": "tape",
-            "setting": f"max_overhead={overhead:g},reorder=true" if reorder else f"{overhead:g}",
+            "setting": setting(overhead, reorder),
             "peak_bytes": plan.peak,
             "floor_bytes": plan.floor,
         }
@@ -193,13 +194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _all(args: argparse.Namespace) -> Record:
     """Predict all that was asked for."""
     from benchmarks.output import files
-    from torch_echo._version import __version__
-    from torch_echo.report.environment import environment
 
-    results: Record = {
-        "format": files.FORMAT, "torch_echo": __version__, "environment": environment(paths=False), "predicted": True,
-        "records": [],
-    }  # fmt: skip
+    results: Record = files.head() | {"predicted": True, "records": []}
     with ThreadPoolExecutor(args.jobs) as pool:
         for found in pool.map(lambda name: _one(name, args), args.workload):
             results["records"] += found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Budget, Harness
-from benchmarks.output.files import FORMAT
+from benchmarks.output.files import head
 from benchmarks.scale import scale, throughput
 from benchmarks.systems import Case
 from benchmarks.workloads import WORKLOADS, size_of
@@ -41,13 +41,9 @@ def run(
     asked: Asked, say: Callable[[str, Case, str], None], done: Callable[[dict[str, Any], str], None]
 ) -> dict[str, Any]:
     """Measure. `say` is told what happens; `done`, after each workload, the results so far and the workload's name."""
-    from torch_echo._version import __version__
-    from torch_echo.report.environment import environment
-
     budget = Budget(60 * asked.minutes)
-    results: dict[str, Any] = {
-        "format": FORMAT, "torch_echo": __version__, "environment": environment(paths=False), "preset": asked.preset,
-        "device": asked.device, "workloads": {}, "records": [], "scale": [], "throughput": [],
+    results = head() | {
+        "preset": asked.preset, "device": asked.device, "workloads": {}, "records": [], "scale": [], "throughput": [],
     }  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="torch-echo-bench-"))
     try:

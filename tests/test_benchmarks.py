@@ -17,6 +17,7 @@ from benchmarks.figures import at, better, changes, ratios
 from benchmarks.harness import Budget, Harness, summary
 from benchmarks.measure import MIB, Meter, Seeded, distance, peak, total_peak
 from benchmarks.output.files import read
+from benchmarks.output.sections import composition_section
 from benchmarks.scale import fits
 from benchmarks.systems import SYSTEMS, Case, cases, parse, settle, start
 from benchmarks.workloads import PAPER, WORKLOADS, Trainer, build, presets
@@ -344,6 +345,14 @@ class TestCommand:
         assert all(f"### {name}" in text for name in PAPER)
         picture = (tmp_path / "bench.html").read_text()
         assert "plotly" in picture and "torch-echo, tape" in picture and "star" in picture
+
+    def test_rows_of_equal_size_stand_in_one_order(self) -> None:
+        """Whatever hashes strings get: a page that is made again is the same."""
+        names = [f"layer{i}" for i in range(20)]
+        held = {"before": [[name, "feature_map", 8 * MIB] for name in names], "after": []}
+        section = composition_section([record("nmt", "tape:0.05", 80, 1.05, **held)])
+        assert section is not None
+        assert [row[0] for row in section.rows] == sorted(names)[:10]
 
     def test_an_image(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_echo.errors import TorchEchoError
 
-__all__ = ["FORMAT", "ResultsError", "joined", "predictions", "read", "write"]
+__all__ = ["FORMAT", "ResultsError", "head", "joined", "predictions", "read", "write"]
 
 FORMAT = 1
 """Version of the layout. `records` holds one object for each case; those that were measured have `peak_bytes` (everything on the
@@ -20,6 +20,14 @@ same rounds), their quartiles (`_spread`), `setup_seconds`, and how losses and g
 
 class ResultsError(TorchEchoError):
     """A file does not hold the results of a run that this version can read."""
+
+
+def head() -> dict[str, Any]:
+    """What a file of results begins with."""
+    from torch_echo._version import __version__
+    from torch_echo.report.environment import environment
+
+    return {"format": FORMAT, "torch_echo": __version__, "environment": environment(paths=False)}
 
 
 def read(path: Path, predicted: bool = False) -> dict[str, Any]:

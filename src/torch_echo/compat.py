@@ -856,8 +856,7 @@ def _put_on_composites(handler: Callable[..., Any]) -> torch.library.Library:
 def _aten_ops(*keys: str) -> Iterator[Any]:
     """PyTorch's own ops that have a kernel for one of these dispatch keys."""
     for name in torch._C._dispatch_get_all_op_names():
-        has = any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
-        if name.startswith("aten::") and has:
+        if name.startswith("aten::") and any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             yield getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -879,7 +878,8 @@ def _put_on_makers(handler: Callable[..., Any]) -> torch.library.Library:
 
         return call
 
-    with warnings.catch_warnings(action="ignore"):  # that there was another one, as there is to be again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there was another one, as there is to be again
         for func in _aten_ops("BackendSelect"):
             if func not in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype_layout):  # they are given tensors
                 library.impl(func, choosing(func), allow_override=True)
