@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_echo
+from torch_echo.footprint import replay
 from torch_echo.graph import Trait
 from torch_echo.prediction import largest, predict
 from torch_echo.tape._record import PeakMeter
@@ -189,12 +190,14 @@ def test_the_predicted_peak_is_the_allocators(name: str) -> None:
 
 
 def test_the_predicted_plan_is_that_of_a_recorded_step() -> None:
+    """Not the same plan, as a recorded step's backward ops have times of their own, and other times lead to another search."""
     make = MODELS["transformer"]
     found = predict(make)
-    recorded = torch_echo.explain(make(), cost="analytic", max_overhead=0.3)
+    recorded = torch_echo.explain(make(), cost="analytic", max_overhead=1e9)
     assert [op.name for op in found.graph.ops] == [op.name for op in recorded.graph.ops]
     least = found.plan(max_overhead=1e9)
-    assert least.peak == pytest.approx(recorded.plan.floor, rel=1e-3)
+    for dropped in (least.dropped, recorded.plan.dropped):
+        assert replay(found.graph, dropped).peak == pytest.approx(replay(recorded.graph, dropped).peak, rel=1e-3)
     assert least.peak < 0.8 * found.eager_peak
 
 
