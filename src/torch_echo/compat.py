@@ -1280,6 +1280,8 @@ def partition(joint: fx.GraphModule, inputs: Any, tagged: bool, **kwargs: Any) -
 
 MANY_READERS = 4
 """A value with more than so many readers has a gradient of as many parts."""
+FUSED_BUFFERS = 16
+"""Buffers that a kernel reads and writes at most, where there are such values."""
 
 
 def _has_gradient(node: fx.Node) -> bool:
@@ -1362,7 +1364,7 @@ def inductor(
     Unless they say otherwise, Inductor gives buffers back when they have been read: to hold on to one until another of its size
     is wanted costs memory, and spares next to nothing where PyTorch's allocators do the same. And where the gradients of many
     readers are summed up, each is computed when it can be and added at once, instead of all of them in one late kernel, until
-    which everything lives that they are computed from.
+    which everything lives that they are computed from; nor are such additions fused to one kernel again.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -1372,7 +1374,12 @@ def inductor(
     own: dict[str, Any] = {"allow_buffer_reuse": False}
     if any(len(node.users) > MANY_READERS and _has_gradient(node) for node in module.graph.nodes):
         known = config.get_config_copy()
-        limits = {"realize_reads_threshold": 1, "realize_acc_reads_threshold": 2, "realize_cpu_acc_reads_threshold": 2}
+        limits = {
+            "realize_reads_threshold": 1,
+            "realize_acc_reads_threshold": 2,
+            "realize_cpu_acc_reads_threshold": 2,
+            "max_fusion_unique_io_buffers": FUSED_BUFFERS,
+        }
         own |= {name: limit for name, limit in limits.items() if name in known}
     patches = {**own, **patches}
 
@@ -1462,9 +1469,16 @@ def fresh_fake_mode() -> Any:
 
 
 Order = Callable[
-    [list[frozenset[int]], list[tuple[int, tuple[int, ...], tuple[int, ...], bool]], list[tuple[int, int]]], Any
+    [
+        list[frozenset[int]],
+        list[tuple[int, tuple[int, ...], tuple[int, ...], bool]],
+        list[tuple[int, int]],
+        list[list[int]],
+    ],
+    Any,
 ]
-"""From kernels and buffers, as in :class:`torch_echo.compile._order.Kernels`, to an order of the kernels, or None."""
+"""From kernels and buffers, as in :class:`torch_echo.compile._order.Kernels`, and the kernels' places in the graph, by their first
+ops and by their last ones, to an order of the kernels, or None."""
 
 
 @contextlib.contextmanager
@@ -1488,7 +1502,7 @@ def kernel_order(order: Order) -> Iterator[None]:
         yield
 
 
-def _kernels(nodes: list[Any], inputs: Any, outputs: Any) -> tuple[Any, Any, Any]:
+def _kernels(nodes: list[Any], inputs: Any, outputs: Any) -> tuple[Any, Any, Any, Any]:
     """What Inductor's scheduler knows of its nodes and their buffers, once it has planned for the least peak."""
     from torch._inductor import ir
     from torch._inductor.memory import get_freeable_input_buf
@@ -1534,7 +1548,7 @@ def _kernels(nodes: list[Any], inputs: Any, outputs: Any) -> tuple[Any, Any, Any
         for old, new in _overwrites(node)
         if old in number and new in number and found[number[old]][0] == found[number[new]][0] > 0
     ]
-    return waits, found, pairs
+    return waits, found, pairs, [[node.min_order for node in nodes], [node.max_order for node in nodes]]
 
 
 def _overwrites(node: Any) -> Iterator[tuple[str, str]]:

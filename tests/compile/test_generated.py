@@ -70,8 +70,8 @@ class TestOrder:
         def products(source: str) -> list[str]:
             return re.findall(r"extern_kernels\.mm\((.*), out=", source)
 
-        turned = products(code_of(two_products, 2, lambda waits, blocks, overwrites: [1, 0]))
-        as_it_is = products(code_of(two_products, 2, lambda waits, blocks, overwrites: None))
+        turned = products(code_of(two_products, 2, lambda *_: [1, 0]))
+        as_it_is = products(code_of(two_products, 2, lambda *_: None))
         assert turned == as_it_is[::-1]
         assert len({*turned}) == 2
 
@@ -86,7 +86,8 @@ class TestOrder:
         """Views into a larger buffer, several outputs of a call, what is written over, what never leaves its kernel."""
         told: list[int] = []
 
-        def spy(waits: Any, blocks: Any, overwrites: Any) -> Any:
+        def spy(waits: Any, blocks: Any, overwrites: Any, places: Any) -> Any:
+            assert all(len({*each}) == len(waits) for each in places), "kernels have places of their own"
             made = Kernels(waits, [Block(*b) for b in blocks], overwrites)
             told.append(peak_of(made, range(len(waits))))
             return None

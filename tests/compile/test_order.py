@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torch_echo.compile._order import Block, Kernels, improve, improved, peak_of
+from torch_echo.compile._order import Block, Kernels, improve, improved, in_turn, peak_of
 
 
 def kernels(n: int, blocks: list[Block], overwrites: list[tuple[int, int]] | None = None) -> Kernels:
@@ -108,3 +108,28 @@ def test_too_little_is_left_alone() -> None:
     for nbytes, order in ((1, None), (100, [1, 0, 2])):
         blocks = [(nbytes, (0,), (2,), False), (1000, (1,), (), False), (1, (2,), (), True)]
         assert improved(waits, blocks, []) == order
+
+
+def test_in_turn() -> None:
+    """What nothing is waited for comes by its number; what waits, when it can."""
+    waits = [frozenset({2}), frozenset[int](), frozenset[int](), frozenset({0, 1})]
+    assert in_turn(waits, [0, 1, 2, 3]) == [1, 2, 0, 3]
+    assert in_turn(waits, [3, 2, 1, 0]) == [2, 1, 0, 3]
+
+
+def test_the_search_begins_at_the_best_order() -> None:
+    """Steps that are all rebuilt at once, too many to be put off one by one: kernels 2t and 2t + 1 of step t make what kernel
+    2n + t reads."""
+    n = 400
+    waits = [
+        frozenset({2 * t - 2} if t else ()) if not half else frozenset({2 * t}) for t in range(n) for half in (0, 1)
+    ]
+    waits += [frozenset({2 * t + 1, *({2 * n + t - 1} if t else ())}) for t in range(n)]
+    blocks = [(1, (2 * t,), (2 * t + 1, *([2 * t + 2] if t + 1 < n else [])), False) for t in range(n)]
+    blocks += [(100, (2 * t + 1,), (2 * n + t,), False) for t in range(n)]
+    places = [3 * t + half for t in range(n) for half in (0, 1)] + [3 * t + 2 for t in range(n)]
+    kernels = Kernels(waits, [Block(*b) for b in blocks])
+    found = improved(waits, blocks, [], [places])
+    assert found is not None
+    assert legal(kernels, found)
+    assert peak_of(kernels, found) < 250 < 35_000 < peak_of(kernels, improve(kernels, range(3 * n)))

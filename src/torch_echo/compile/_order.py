@@ -3,16 +3,19 @@
 Problem. Kernels read and write buffers; a buffer is there from the kernel that writes it to the last one that reads it. Of the
 orders in which each kernel comes after those that it waits for, find one with a small peak. The smallest is NP-hard to find.
 
-Method. Local search from a given order. What is there at the peak without being needed there is there too early, or too long. So
-the kernel that writes it is put off until just before its first reader, with all that wait for it in between; or its last readers
-are drawn to before the peak, with all that they wait for; and each of these kernels alone goes as far up or down as it can. Of the
-moves of one round the best is made, as long as the peak falls, or stays and less lies near it.
+Method. Local search from the best of several orders: the compiler's, and those of the graph that the kernels are made of, in which
+the partitioner puts what is recomputed just before its first reader (a kernel made of several ops goes by its first or by its
+last). What is there at the peak without being needed there is there too early, or too long. So the kernel that writes it is put
+off until just before its first reader, with all that wait for it in between; or its last readers are drawn to before the peak,
+with all that they wait for; and each of these kernels alone goes as far up or down as it can. Of the moves of one round the best
+is made, as long as the peak falls, or stays and less lies near it.
 
 Cost: a move is tried in time linear in kernels and buffers (NumPy); the number of tries is limited.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Block", "Kernels", "improve", "improved", "peak_of"]
+__all__ = ["Block", "Kernels", "improve", "improved", "in_turn", "peak_of"]
 
 IntArray = NDArray[np.int64]
 
@@ -104,12 +107,44 @@ def _flat(lists: Sequence[tuple[int, ...]]) -> tuple[IntArray, IntArray]:
     return np.array([i for each in lists for i in each], np.int64), np.cumsum(sizes) - sizes
 
 
-def improved(waits: list[frozenset[int]], blocks: list[Any], overwrites: list[tuple[int, int]]) -> list[int] | None:
-    """For :func:`torch_echo.compat.kernel_order`: an order with a peak that is lower by more than is lost in estimates, or None."""
+def improved(
+    waits: list[frozenset[int]],
+    blocks: list[Any],
+    overwrites: list[tuple[int, int]],
+    turns: Sequence[Sequence[int]] = (),
+) -> list[int] | None:
+    """For :func:`torch_echo.compat.kernel_order`: an order with a peak that is lower by more than is lost in estimates, or None.
+    `turns`: for each kernel a number, in as many ways as the search may begin: small ones first."""
     kernels = Kernels(waits, [Block(*b) for b in blocks], overwrites)
-    given = range(len(waits))
-    found = improve(kernels, given)
+    given = list(range(len(waits)))
+    starts = [given, *(in_turn(waits, each) for each in turns)]
+    found = improve(kernels, min(starts, key=_Book(kernels).value))
     return found if peak_of(kernels, found) < _WORTH * peak_of(kernels, given) else None
+
+
+def in_turn(waits: Sequence[frozenset[int]], turns: Sequence[int]) -> list[int]:
+    """Of the kernels that wait for nothing any more, the one whose turn is first, again and again."""
+    followers = _followers(waits)
+    open_ = [len(each) for each in waits]
+    ready = [(turns[k], k) for k, n in enumerate(open_) if not n]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, kernel = heapq.heappop(ready)
+        order.append(kernel)
+        for other in followers[kernel]:
+            open_[other] -= 1
+            if not open_[other]:
+                heapq.heappush(ready, (turns[other], other))
+    return order
+
+
+def _followers(waits: Sequence[frozenset[int]]) -> list[set[int]]:
+    followers: list[set[int]] = [set() for _ in waits]
+    for kernel, others in enumerate(waits):
+        for other in others:
+            followers[other].add(kernel)
+    return followers
 
 
 def peak_of(kernels: Kernels, order: Sequence[int]) -> int:
@@ -122,10 +157,7 @@ def improve(kernels: Kernels, order: Sequence[int]) -> list[int]:
     book = _Book(kernels)
     if not kernels.blocks:
         return list(order)
-    followers: list[set[int]] = [set() for _ in range(book.n)]
-    for kernel, waits in enumerate(kernels.waits):
-        for other in waits:
-            followers[other].add(kernel)
+    followers = _followers(kernels.waits)
     best = list(order)
     value = book.value(best)
     tries = _WORK // (book.n + len(kernels.blocks))
