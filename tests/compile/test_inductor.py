@@ -169,6 +169,26 @@ def test_sums_of_many_gradients_do_not_wait_for_all_their_parts() -> None:
     assert mine < eager < theirs
 
 
+def test_sums_of_many_gradients_are_not_fused_again() -> None:
+    """Twenty readers of one tensor, each with a product after it: one kernel that adds them all up would wait for all products."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+            self.scales = nn.Parameter(torch.randn(20, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = self.key(x)
+            return torch.stack([self.value(torch.tanh(keys * s)).square().mean() for s in self.scales]).sum()
+
+    model = Scaled()
+    x = torch.randn(2000, WIDTH)
+    mine = measured_peak(compiled(model, max_overhead=0.5), model, x)
+    assert mine == pytest.approx(predicted(), rel=0.001)
+    assert mine < 24 * x.nbytes, "35, if all are there at once"
+
+
 class Messages(nn.Module):
     """Nodes of a graph with eight edges each: what is gathered along the edges is eight times as large as the nodes."""
 
