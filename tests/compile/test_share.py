@@ -198,7 +198,7 @@ def test_time_is_spent_where_it_pays_most(greedy: Any) -> None:
     alone, expected = greedy(broken, max_overhead=0.05)
     with session(max_overhead=0.05) as found:
         together, parameters = train(broken)
-    assert together < 0.9 * alone
+    assert together < alone - 4 * 2**20  # of 22 MiB, and what other tests have left
     summary = found.summary()
     assert summary.extra_seconds is not None and summary.step_seconds is not None
     assert summary.extra_seconds <= 0.05 * summary.step_seconds
