@@ -1138,6 +1138,11 @@ def boundary(nodes: list[fx.Node]) -> int:
     return 1 + max((i for i, node in enumerate(nodes) if is_forward_node(node)), default=-1)
 
 
+def realize(node: fx.Node) -> None:
+    """Have Inductor write the value of a node to memory, whoever reads it."""
+    node.meta["inductor_realize_to_strides"] = True
+
+
 def is_backward_input(node: fx.Node) -> bool:
     """Is the placeholder one that only the backward part gets?"""
     return "tangents" in str(node.target) or "bwd_" in str(node.target)
@@ -1363,8 +1368,7 @@ def inductor(
 
     Unless they say otherwise, Inductor gives buffers back when they have been read: to hold on to one until another of its size
     is wanted costs memory, and spares next to nothing where PyTorch's allocators do the same. And where the gradients of many
-    readers are summed up, each is computed when it can be and added at once, instead of all of them in one late kernel, until
-    which everything lives that they are computed from; nor are such additions fused to one kernel again.
+    readers are summed up, kernels have few buffers: not all the parts of a sum are to be there at once.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -1372,15 +1376,9 @@ def inductor(
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     own: dict[str, Any] = {"allow_buffer_reuse": False}
-    if any(len(node.users) > MANY_READERS and _has_gradient(node) for node in module.graph.nodes):
-        known = config.get_config_copy()
-        limits = {
-            "realize_reads_threshold": 1,
-            "realize_acc_reads_threshold": 2,
-            "realize_cpu_acc_reads_threshold": 2,
-            "max_fusion_unique_io_buffers": FUSED_BUFFERS,
-        }
-        own |= {name: limit for name, limit in limits.items() if name in known}
+    read_often = any(len(node.users) > MANY_READERS and _has_gradient(node) for node in module.graph.nodes)
+    if read_often and hasattr(config, "max_fusion_unique_io_buffers"):
+        own["max_fusion_unique_io_buffers"] = FUSED_BUFFERS
     patches = {**own, **patches}
 
     class Given(CustomPartitionerFn):

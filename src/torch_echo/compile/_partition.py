@@ -25,6 +25,7 @@ from torch_echo.compile._head import find, split
 from torch_echo.compile._merge import merge
 from torch_echo.compile._settle import LEVELS, settle
 from torch_echo.compile._share import Shared
+from torch_echo.compile._sums import write_parts
 from torch_echo.cost import AnalyticCost, CostCache, CostModel, Workspaces, device_key, get_cost_model
 from torch_echo.errors import BudgetInfeasible, CaptureError, TorchEchoError
 from torch_echo.footprint import Replayer
@@ -74,6 +75,8 @@ class Partitioner:
             _read_inputs(joint)
             joint.graph.eliminate_dead_code()
             merge(joint)
+            if self.fused:
+                write_parts(joint)
             device = _device_of(joint)
             cache = CostCache(device_key(device))
             cost = get_cost_model(self.options.cost, device, cache)
