@@ -275,9 +275,8 @@ class TestLargeGraphs:
 
     def test_in_the_users_own_compilation_a_warning(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.undo()
-        monkeypatch.setenv(
-            "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
-        )  # nothing is planned for a graph that is in a cache
+        # Nothing is planned for a graph that is in a cache.
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         monkeypatch.setitem(_backends.COMPILING, "echo", Compiling(0.1, 2))
         layer = nn.Linear(4, 4)
         with pytest.warns(UserWarning, match=r"Inductor was given a graph of \d+ ops"):

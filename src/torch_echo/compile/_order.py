@@ -118,8 +118,9 @@ def improved(
     kernels = Kernels(waits, [Block(*b) for b in blocks], overwrites)
     given = list(range(len(waits)))
     starts = [given, *(in_turn(waits, each) for each in turns)]
-    found = improve(kernels, min(starts, key=_Book(kernels).value))
-    return found if peak_of(kernels, found) < _WORTH * peak_of(kernels, given) else None
+    value = _Book(kernels).value
+    found = improve(kernels, min(starts, key=value))
+    return found if value(found)[0] < _WORTH * value(given)[0] else None
 
 
 def in_turn(waits: Sequence[frozenset[int]], turns: Sequence[int]) -> list[int]:
