@@ -38,14 +38,6 @@ __all__ = [
 
 MIB = 2**20
 Record = dict[str, Any]
-CAUSES: dict[tuple[str, str], str] = {
-    (
-        "nmt",
-        "compile",
-    ): "echo sums the gradients of what attention shares as they come: some percent slower, 45 MiB less",
-    ("nmt4", "hand"): "4,000 kernels of 10 to 50 µs: noting and re-running each takes the tape about as long",
-}
-"""Why a peer is better, where that is known: by workload and system."""
 
 
 @dataclass
@@ -159,8 +151,7 @@ def _errors(records: Sequence[Record]) -> Iterator[list[str]]:
 def _row(case: Better) -> list[str]:
     peer = case.peer
     mine = [_mib(case.mine), f"{case.by:.0%}"] if case.mine else ["not as fast", ""]
-    cut = "slower settings of torch-echo were left out for want of time"
-    cause = cut if case.cut else CAUSES.get((case.workload, peer["system"]), "not known")
+    cause = "slower settings of torch-echo were left out for want of time" if case.cut else "not known"
     return [case.workload, label(peer), _mib(peer["peak_bytes"]), f"{peer['seconds_ratio']:.2f}x", *mine, cause]
 
 

@@ -1143,6 +1143,38 @@ def realize(node: fx.Node) -> None:
     node.meta["inductor_realize_to_strides"] = True
 
 
+def is_convolution(node: fx.Node) -> bool:
+    """Does a node call a convolution, or its backward?"""
+    return node.target in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+def keep_layouts(module: fx.GraphModule) -> None:
+    """Have Inductor call the convolutions of a joint graph with tensors laid out as they come, not with channels last."""
+    for node in filter(is_convolution, module.graph.nodes):
+        node.meta[_AS_IT_COMES] = True
+
+
+def keeps_layout(node: fx.Node) -> bool:
+    """Does :func:`keep_layouts` say so of a convolution?"""
+    return _AS_IT_COMES in node.meta
+
+
+_AS_IT_COMES = "torch_echo_as_it_comes"
+
+
+def _with_layouts(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor's compiler of the forward or the backward graph, which does what :func:`keep_layouts` says."""
+    from torch._inductor import config
+
+    @functools.wraps(inner)
+    def compile_inner(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        patch = config.patch(layout_optimization=False)  # in the keys of its caches, too
+        with patch if any(map(keeps_layout, module.graph.nodes)) else contextlib.nullcontext():
+            return inner(module, *args, **kwargs)
+
+    return compile_inner
+
+
 def is_backward_input(node: fx.Node) -> bool:
     """Is the placeholder one that only the backward part gets?"""
     return "tangents" in str(node.target) or "bwd_" in str(node.target)
@@ -1393,7 +1425,7 @@ def inductor(
             return key, sources_key()
 
     patches["custom_partitioner_fn"] = Given()
-    inner = kernel_order(order)(compile_fx_inner)
+    inner = kernel_order(order)(_with_layouts(compile_fx_inner))
     with contextlib.nullcontext() if cached else functorch_config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
             module, inputs, inner_compile=inner, config_patches=patches
@@ -1601,7 +1633,7 @@ def generated_code(
         config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         kernel_order(order),
     ):
-        compile_fx_inner(
+        _with_layouts(compile_fx_inner)(
             module,
             inputs,
             cudagraphs=BoxedBool(False),

@@ -98,6 +98,46 @@ def test_gradients_and_peaks() -> None:
     assert peaks[1] < 0.75 * peaks[0] <= 0.75 * eager
 
 
+class Summed(nn.Module):
+    """The mean square of what a model makes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        return loss
+
+
+def test_convolutions_that_take_much_with_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's with one channel: given channels last, it unfolds its input; given what the model gives it, it does not."""
+    model = Summed(nn.Sequential(nn.Conv2d(1, 8, (21, 11), padding=(10, 5)), nn.ReLU(), nn.Conv2d(8, 8, 3)))
+    x = torch.randn(4, 1, 64, 48)
+    loss, grads = step(model, model, x)
+    peaks = []
+    for overhead in (0.3, 0.0):  # analytic: neither layout takes longer
+        f = compiled(model, max_overhead=overhead, cost="analytic")
+        mine, my_grads = step(f, model, x)
+        torch.testing.assert_close(mine, loss)
+        for a, b in zip(my_grads, grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert any("laid out as they come" in note for note in plans[-1].plan.notes)
+        peaks.append(measured_peak(f, model, x))
+        assert peaks[-1] == pytest.approx(predicted(), rel=0.01)
+    monkeypatch.setattr(_partition._Planner, "_much_for_layout", lambda *_: False)
+    with_channels_last = compiled(model, max_overhead=0.3, cost="analytic", epilogue_fusion=False)
+    step(with_channels_last, model, x)
+    assert max(peaks) < 0.7 * measured_peak(with_channels_last, model, x)
+
+
+def test_convolutions_that_take_nothing_have_their_channels_last() -> None:
+    model = Summed(nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)))
+    step(compiled(model, max_overhead=0.3, cost="analytic"), model, torch.randn(4, 16, 24, 24))
+    assert len(plans) == 1
+    assert not any("laid out" in note for note in plans[-1].plan.notes)
+
+
 def test_dropout_draws_the_same_mask_again() -> None:
     """Where an output is 0, so is its gradient: at budgets below 1, PyTorch's own partitioner draws another mask."""
 

@@ -101,6 +101,27 @@ class Partitioner:
         return compat.partition(chosen.emit(), inputs, tagged=True, **kwargs)
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """A joint graph that computes the same in another way than the one that was given, beside which its plans are told."""
+
+    given: Explanation
+    slower: float
+    """Seconds that it takes longer without a plan."""
+    note: str
+
+    def told(self, own: Explanation) -> Explanation:
+        """What is known of a plan for the variant, from where the given graph stands."""
+        made = replace(
+            own.plan,
+            base_peak=self.given.plan.base_peak,
+            extra_seconds=own.plan.extra_seconds + self.slower,
+            step_seconds=self.given.plan.step_seconds,
+            notes=[self.note, *own.plan.notes],
+        )
+        return replace(own, plan=made, before=self.given.before)
+
+
 @dataclass
 class _Planned:
     """A joint graph with its plan."""
@@ -111,6 +132,13 @@ class _Planned:
     explanation: Explanation
     points: Front | None = None
     """Other plans to choose from."""
+    variant: _Variant | None = None
+    """If it is not the graph that was given."""
+
+    @property
+    def slower(self) -> float:
+        """Seconds that it takes longer than the given graph, without a plan."""
+        return 0.0 if self.variant is None else self.variant.slower
 
     @property
     def plan(self) -> Plan:
@@ -150,7 +178,7 @@ class _Planner:
         shared: Shared | None,
         num_fwd_outputs: int,
     ) -> None:
-        self.options, self.cost, self.workspaces = options, cost, workspaces
+        self.options, self.device, self.cost, self.workspaces = options, device, cost, workspaces
         self.shared = shared if options.policy == "echo" else None
         self.num_fwd_outputs = num_fwd_outputs
         self.budget = options.budget_bytes(device)
@@ -163,16 +191,25 @@ class _Planner:
             # Planned by itself, without a budget: what is left of it when others are planned is not known yet.
             self.budget, self.shared = None, None
         first = self._among_others(joint, found, gradients) if self.shared else None
-        best = first = first or self._as_it_is(joint, found)
-        parted = self.options.reorder and not found.region and (self.shared is None or not self.shared.chosen)
-        head = find(joint, self.num_fwd_outputs) if parted else None
+        best = first = first or self._alone(joint, found, self.options.max_overhead)
+        free = not found.region and (self.shared is None or not self.shared.chosen)
+        if free and self._much_for_layout(first):
+            given, _ = _copied(joint)
+            compat.keep_layouts(given)
+            note = "convolutions take tensors laid out as they come; with channels last they would allocate more"
+            one = self._varied(given, first, note)
+            if one is not None and self._better(one.plan, best.plan):
+                best, joint = one, given
+        whole = best
+        head = find(joint, self.num_fwd_outputs) if free and self.options.reorder else None
         if head is not None and _nbytes(head.logits) >= _WORTH * first.plan.peak:
             for parts in (n for n in _PARTS if n <= head.units):
                 divided = split(joint, head, parts)
-                one = None if divided is None else self._divided(divided, first, parts)
+                note = f"loss head in {parts} parts: results are equal up to the order of summation"
+                one = None if divided is None else self._varied(divided, first, note)
                 if one is not None and self._better(one.plan, best.plan):
                     best = one
-                elif best is not first:
+                elif best is not whole:
                     break
         if self.shared is not None and best is not first:
             self.shared.leave()
@@ -202,7 +239,7 @@ class _Planner:
             one = chosen
             if looked_up:
                 made = self._plan(graph, self.options.max_overhead, "least", chosen.points, point)
-                one = self._planned(chosen.joint, chosen.found, made)
+                one = self._planned(chosen.joint, chosen.found, made, chosen.variant)
             looked_up[point] = one
             parts = split(one.copy().emit())
             return graph.start_bytes + peak_of_code(parts[0], parts[1], held, self.workspaces)
@@ -212,15 +249,16 @@ class _Planner:
         limit = DEFAULT_MAX_OVERHEAD if self.options.max_overhead is None else self.options.max_overhead
         made = chosen.plan
         same = (p for p in points if (p.dropped, p.groups) == (made.dropped, made.groups))
-        first = Point(made.dropped, chosen.explanation.after.peak, made.extra_seconds, "chosen", made.groups)
+        seconds = made.extra_seconds - chosen.slower
+        first = Point(made.dropped, chosen.explanation.after.peak, seconds, "chosen", made.groups)
         try:
             point, peak = settle(
                 points,
                 next(same, first),
                 peak_of,
                 budget=self.budget,
-                seconds=limit * graph.step_seconds,
-                levels=[level * graph.step_seconds for level in LEVELS],
+                seconds=limit * made.step_seconds - chosen.slower,
+                levels=[max(0.0, level * made.step_seconds - chosen.slower) for level in LEVELS],
                 eager=lambda: self._eager_peak(chosen),
                 tries=tries,
             )
@@ -241,7 +279,7 @@ class _Planner:
         else:
             notes = [*best.plan.notes, *notes]
         final = replace(best.plan, peak=peak, floor=min(best.plan.floor, peak), notes=notes)
-        if self.shared is not None and chosen.points is not None:
+        if self.shared is not None and chosen.points is not None and chosen.variant is None:
             self.shared.took(final)
         return replace(best, explanation=replace(best.explanation, plan=final))
 
@@ -250,10 +288,12 @@ class _Planner:
         found = capture(chosen.joint, self.num_fwd_outputs, None, self.workspaces)
         return chosen.found.graph.base_bytes + Replayer(found.graph).replay().peak
 
-    def _as_it_is(self, joint: fx.GraphModule, found: Capture) -> _Planned:
+    def _alone(
+        self, joint: fx.GraphModule, found: Capture, max_overhead: float | None, variant: _Variant | None = None
+    ) -> _Planned:
         points = front(found.graph, nested=True) if self.options.policy == "echo" else None
-        made = self._plan(found.graph, self.options.max_overhead, "least", points)
-        return replace(self._planned(joint, found, made), points=points)
+        made = self._plan(found.graph, max_overhead, "least", points)
+        return replace(self._planned(joint, found, made, variant), points=points)
 
     def _among_others(self, joint: fx.GraphModule, found: Capture, gradients: tuple[int, int]) -> _Planned:
         """A graph as it is, with the plan that was chosen for it among the others of a step, or the first to offer them."""
@@ -265,32 +305,33 @@ class _Planner:
         return replace(self._planned(joint, found, made), points=None if chosen else points)
 
     @staticmethod
-    def _planned(joint: fx.GraphModule, found: Capture, made: Plan) -> _Planned:
+    def _planned(joint: fx.GraphModule, found: Capture, made: Plan, variant: _Variant | None = None) -> _Planned:
         replayer = Replayer(found.graph)
         explanation = Explanation(found.graph, made, replayer.replay(), footprint_of(replayer, made))
-        return _Planned(joint, found, replayer, explanation)
+        if variant is not None:
+            explanation = variant.told(explanation)
+        return _Planned(joint, found, replayer, explanation, variant=variant)
 
-    def _divided(self, joint: fx.GraphModule, first: _Planned, parts: int) -> _Planned | None:
-        """A graph with its head in parts, planned to take no longer in all than what is asked for; None if it does anyway."""
+    def _much_for_layout(self, planned: _Planned) -> bool:
+        """Do convolutions take much memory for themselves, for which Inductor lays tensors out? (oneDNN's of one channel do.)"""
+        if self.device.type != "cpu" or not isinstance(self.cost, FusedCost) or self.options.policy != "echo":
+            return False
+        ops = planned.found.graph.ops
+        spent = (ops[op].workspace for node, op in planned.found.op_of.items() if compat.is_convolution(node))
+        return max(spent, default=0) >= _WORTH * planned.plan.peak
+
+    def _varied(self, joint: fx.GraphModule, first: _Planned, note: str) -> _Planned | None:
+        """A variant of a graph, planned to take no longer in all than what is asked for; None if it does anyway."""
         found = self._capture(joint)
         graph, whole = found.graph, first.plan.step_seconds
-        slower = max(0.0, graph.step_seconds - whole)
+        variant = _Variant(first.explanation, max(0.0, graph.step_seconds - whole), note)
         limit = self.options.max_overhead
         if self.budget is None and graph.step_seconds:
-            limit = ((DEFAULT_MAX_OVERHEAD if limit is None else limit) * whole - slower) / graph.step_seconds
+            asked = DEFAULT_MAX_OVERHEAD if limit is None else limit
+            limit = (asked * whole - variant.slower) / graph.step_seconds
             if limit < 0:
                 return None
-        made = self._plan(graph, limit, "least")
-        made = replace(
-            made,
-            base_peak=first.plan.base_peak,
-            extra_seconds=made.extra_seconds + slower,
-            step_seconds=whole,
-            notes=[f"loss head in {parts} parts: results are equal up to the order of summation", *made.notes],
-        )
-        replayer = Replayer(graph)
-        before = first.explanation.before
-        return _Planned(joint, found, replayer, Explanation(graph, made, before, footprint_of(replayer, made)))
+        return self._alone(joint, found, limit, variant)
 
     def _capture(self, joint: fx.GraphModule) -> Capture:
         found = capture(joint, self.num_fwd_outputs, self.cost, self.workspaces)
