@@ -180,6 +180,30 @@ class TestPartitioner:
         assert found.after.peak > self.above(found) + 1000 > found.plan.peak
         assert not any("can't be met" in note for note in found.plan.notes)
 
+    def test_other_plans_of_a_variant_are_told_from_where_the_given_graph_stands(
+        self, explained: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Here it is the same graph, said to take a tenth of a step longer, and to be the better one."""
+        monkeypatch.setattr(_partition._Planner, "_much_for_layout", lambda *_: True)
+        monkeypatch.setattr(_partition._Planner, "_better", lambda *_: True)
+        told = _partition._Variant
+
+        def slower(given: Explanation, _: float, note: str) -> Any:
+            return told(given, 0.1 * given.plan.step_seconds, note)
+
+        monkeypatch.setattr(_partition, "_Variant", slower)
+        first = explained(lambda: 0, max_overhead=10.0)
+        sizes = itertools.chain([10**9, 2], itertools.repeat(10**9))
+        other = explained(lambda: next(sizes), max_overhead=10.0)
+        assert other.plan.dropped != first.plan.dropped
+        assert other.plan.peak == self.above(other) + 2
+        for found in (first, other):
+            made = found.plan
+            assert "laid out as they come" in made.notes[0]
+            assert made.step_seconds == found.graph.step_seconds
+            assert made.extra_seconds >= 0.1 * made.step_seconds
+            assert made.base_peak == replay(found.graph, set()).peak
+
     @pytest.mark.parametrize("error", [CaptureError("its code is in C++"), KeyError("another torch")])
     def test_the_replay_stands_where_the_code_cant_be_looked_at(self, explained: Any, error: Exception) -> None:
         def fail() -> int:
