@@ -1162,19 +1162,6 @@ def keeps_layout(node: fx.Node) -> bool:
 _AS_IT_COMES = "torch_echo_as_it_comes"
 
 
-def _with_layouts(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Inductor's compiler of the forward or the backward graph, which does what :func:`keep_layouts` says."""
-    from torch._inductor import config
-
-    @functools.wraps(inner)
-    def compile_inner(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        patch = config.patch(layout_optimization=False)  # in the keys of its caches, too
-        with patch if any(map(keeps_layout, module.graph.nodes)) else contextlib.nullcontext():
-            return inner(module, *args, **kwargs)
-
-    return compile_inner
-
-
 def is_backward_input(node: fx.Node) -> bool:
     """Is the placeholder one that only the backward part gets?"""
     return "tangents" in str(node.target) or "bwd_" in str(node.target)
@@ -1404,7 +1391,7 @@ def inductor(
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     own: dict[str, Any] = {"allow_buffer_reuse": False}
@@ -1425,7 +1412,7 @@ def inductor(
             return key, sources_key()
 
     patches["custom_partitioner_fn"] = Given()
-    inner = kernel_order(order)(_with_layouts(compile_fx_inner))
+    inner = _inner_compiler(order)
     with contextlib.nullcontext() if cached else functorch_config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
             module, inputs, inner_compile=inner, config_patches=patches
@@ -1509,6 +1496,23 @@ Order = Callable[
 ]
 """From kernels and buffers, as in :class:`torch_echo.compile._order.Kernels`, and the kernels' places in the graph, by their first
 ops and by their last ones, to an order of the kernels, or None."""
+
+
+def _inner_compiler(order: Order) -> Callable[..., Any]:
+    """Inductor's compiler of a forward or a backward graph: `order` for its kernels, and layouts as :func:`keep_layouts` says."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    @functools.wraps(compile_fx_inner)
+    def compile_inner(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        kept = any(map(keeps_layout, module.graph.nodes))
+        layouts = (
+            config.patch(layout_optimization=False) if kept else contextlib.nullcontext()
+        )  # in keys of caches, too
+        with kernel_order(order), layouts:
+            return compile_fx_inner(module, *args, **kwargs)
+
+    return compile_inner
 
 
 @contextlib.contextmanager
@@ -1608,7 +1612,6 @@ def generated_code(
     """
     import torch._inductor.graph
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.graph import GraphLowering
     from torch._inductor.utils import BoxedBool
@@ -1631,9 +1634,8 @@ def generated_code(
         mock.patch.object(GraphLowering, "compile_to_module", generate),
         mock.patch.object(torch._inductor.graph, "get_donated_idxs", return_value=donated),
         config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
-        kernel_order(order),
     ):
-        _with_layouts(compile_fx_inner)(
+        _inner_compiler(order)(
             module,
             inputs,
             cudagraphs=BoxedBool(False),

@@ -249,7 +249,7 @@ class _Walk:
         except SpecError:
             op.traits |= Trait.KEEP
             return op
-        if self.fusing is not None and not compat.keeps_layout(node):
+        if self.fusing is not None and compat.is_convolution(node) and not compat.keeps_layout(node):
             spec = laid_out(spec)
         work = work_of(node.target, spec)
         op.flops, op.bytes_moved = work.flops, work.bytes_moved

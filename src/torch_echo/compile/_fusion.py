@@ -76,8 +76,8 @@ def inlined(node: fx.Node, position: dict[fx.Node, int], boundary: int) -> tuple
 
 
 def laid_out(spec: OpSpec) -> OpSpec:
-    """A call as Inductor makes it: on a CPU, images go through convolutions with their channels last."""
-    if spec.op.split(".")[1] not in ("convolution", "convolution_backward") or spec.device().type != "cpu":
+    """A convolution as Inductor calls it: on a CPU, with the channels of images last."""
+    if spec.device().type != "cpu":
         return spec
     return spec._replace(args=tuple(_channels_last(a) if isinstance(a, TensorSpec) else a for a in spec.args))
 
